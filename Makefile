@@ -1,0 +1,41 @@
+# Two commands do all the set-up from nothing: `make audit` runs a first audit, `make test` the tests.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+export FLWR_TELEMETRY_ENABLED = 0
+
+.PHONY: audit test lint format docs clean
+
+audit: $(VENV)/.installed
+	$(BIN)/gradveil audit
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto --dist loadscope
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned, so that no other package pulls in a newer one with its CUDA packages
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,196 @@
+"""What an attack is: a function from observations to reconstructions that declares what it needs to know.
+
+`__call__` is sealed: it checks the knowledge, infers labels where they are not given, stacks the victims that share a
+model, seeds, times, and turns non-finite answers into recorded failures. Subclasses write `run` for one stack of victims.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.labels import infer_labels
+from gradveil.errors import UserError
+from gradveil.gradients import ModelFunction
+from gradveil.settings import spec_of
+from gradveil.types import Knowledge, LocalTraining, Observation, Reconstruction, Sighting, Tensors, generator
+
+Budget = Literal["quick", "standard", "thorough"]
+Progress = Callable[[int, int], None]  # iterations done, iterations in all
+
+
+@dataclass
+class Target:
+    """Victims that share a model, stacked: what `run` works on."""
+
+    observations: list[Observation]
+    labels: Tensor  # N × B class numbers, or N × B × classes when soft; given, or inferred from the update
+    rng: torch.Generator
+    budget: Budget = "standard"
+    progress: Progress | None = None
+    memory: int | None = None  # bytes that one batched computation may take
+    _stacked: dict[int, Tensors] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Observation:
+        return self.observations[0]
+
+    @property
+    def model(self) -> ModelFunction:
+        return self.first.model
+
+    @property
+    def knowledge(self) -> Knowledge:
+        return self.first.knowledge
+
+    @property
+    def training(self) -> LocalTraining:
+        return self.first.knowledge.training
+
+    @property
+    def state(self) -> Tensors:
+        return self.first.state
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Victims, images a victim, channels, height, width."""
+        return (len(self.observations), self.knowledge.batch_size, *self.first.input_shape)
+
+    @property
+    def sightings(self) -> int:
+        return len(self.first.seen)
+
+    def updates(self, sighting: int = 0) -> Tensors:
+        """The victims' updates of one sighting, stacked along a first axis."""
+        if sighting not in self._stacked:
+            rows = [o.seen[sighting].update.tensors for o in self.observations]
+            self._stacked[sighting] = {n: torch.stack([r[n] for r in rows]) for n in rows[0]}
+        return self._stacked[sighting]
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return (x - self.first.mean.view(-1, 1, 1).to(x)) / self.first.std.view(-1, 1, 1).to(x)
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        return x * self.first.std.view(-1, 1, 1).to(x) + self.first.mean.view(-1, 1, 1).to(x)
+
+    def subset(self, rows: Sequence[int]) -> Target:
+        """The same question about some of the victims."""
+        picked = [self.observations[i] for i in rows]
+        return Target(picked, self.labels[list(rows)], self.rng, self.budget, self.progress, self.memory)
+
+
+@dataclass
+class Answer:
+    """What `run` returns: images N × B × C × H × W in the network's input space, and the adversary's own scores."""
+
+    x: Tensor
+    score: Tensor
+    labels: Tensor | None = None  # where the attack found its own
+    iterations: int = 0
+    history: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Attack:
+    """Base class. Subclasses are `@settings` dataclasses registered with `@attack(name)`."""
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()  # of: labels, public, secrets
+    adaptive: ClassVar[bool] = False
+
+    def applies(self, observation: Observation) -> str | None:
+        """Why this attack cannot be tried here, or None if it can."""
+        return None
+
+    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int]) -> nn.Module:
+        """What a malicious server does to the model before it is sent; the identity for an honest-but-curious one."""
+        return module
+
+    def run(self, target: Target) -> Answer:
+        raise TypeError(f"{type(self).__name__} does not say how it runs")
+
+    @property
+    def spec(self) -> str:
+        return spec_of(self)
+
+    @final
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        *,
+        seed: int = 0,
+        budget: Budget = "standard",
+        progress: Progress | None = None,
+        memory: int | None = None,
+    ) -> list[Reconstruction]:
+        """One reconstruction per observation, in their order."""
+        for observation in observations:
+            self._check(observation)
+        answers: dict[int, Reconstruction] = {}
+        for rows in _stacks(observations):
+            picked = [observations[i] for i in rows]
+            labels = torch.stack([_labels(o) for o in picked])
+            target = Target(picked, labels, generator(seed, self.name), budget, progress, memory)
+            begun = time.perf_counter()
+            with torch.no_grad():
+                answer = self.run(target)
+            seconds = (time.perf_counter() - begun) / len(rows)
+            for place, row in enumerate(rows):
+                answers[row] = _reconstruction(answer, place, target, seconds)
+        return [answers[i] for i in range(len(observations))]
+
+    def _check(self, observation: Observation) -> None:
+        missing = [need for need in sorted(self.needs) if not _has(observation.knowledge, need)]
+        if missing:
+            raise UserError(
+                f"attack '{self.name}' needs {', '.join(missing)}, which knowledge "
+                f"'{observation.knowledge.level}' does not grant; try --knowledge upper-bound."
+            )
+        reason = self.applies(observation)
+        if reason:
+            raise UserError(f"attack '{self.name}' does not apply: {reason}.")
+
+
+def _has(knowledge: Knowledge, need: str) -> bool:
+    if need.startswith("secret:"):
+        return need.removeprefix("secret:") in knowledge.secrets
+    return getattr(knowledge, need) is not None
+
+
+def _labels(observation: Observation) -> Tensor:
+    given = observation.knowledge.labels
+    return given if given is not None else infer_labels(observation)
+
+
+def _stacks(observations: Sequence[Observation]) -> list[list[int]]:
+    """Victims that can be attacked as one: same model and states, same shapes, same kind of labels."""
+    groups: dict[object, list[int]] = {}
+    for i, o in enumerate(observations):
+        states = tuple(id(s.state) for s in o.seen)
+        soft = o.knowledge.labels is not None and o.knowledge.labels.ndim == 2
+        key = (id(o.model), states, o.knowledge.batch_size, o.input_shape, soft, o.knowledge.training)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) -> Reconstruction:
+    x, failed = answer.x[place], None
+    if not torch.isfinite(x).all() or not torch.isfinite(answer.score[place]):
+        x, failed = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), "the optimisation did not stay finite"
+    labels = (answer.labels if answer.labels is not None else target.labels)[place]
+    return Reconstruction(
+        images=target.denormalize(x).clamp(0, 1),
+        labels=labels if labels.ndim == 1 else labels.argmax(-1),
+        score=float(answer.score[place]),
+        iterations=answer.iterations,
+        seconds=seconds,
+        failed=failed,
+        history=answer.history if place == 0 else {},
+    )
+
+
+__all__ = ["Answer", "Attack", "Budget", "Progress", "Sighting", "Target"]

@@ -1,0 +1,52 @@
+"""The published rules, each a function of the classifier's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LabelRule = Callable[[Tensor, int], Tensor]
+
+
+def idlg(weight: Tensor) -> Tensor:
+    """iDLG (Zhao et al. 2020): the class whose weight row sums lowest. One image, non-negative features."""
+    return weight.sum(1).argmin().view(1)
+
+
+def bias_rule(bias: Tensor, count: int) -> Tensor:
+    """Every class with a negative bias gradient once; then, repeats: the class with most pull left.
+
+    The sum of the negative part is about −(1 − p̄) for each image, which says how much one image pulls.
+    """
+    return _greedy(bias, count)
+
+
+def llg(weight: Tensor, count: int) -> Tensor:
+    """LLG (Wainakh et al. 2022): as the bias rule on row sums of the weight, the pull of one image with its 1 + 1/C."""
+    rows = weight.sum(1)
+    return _greedy(rows, count, factor=1 + 1 / len(rows))
+
+
+def minimum_rule(weight: Tensor, count: int) -> Tensor:
+    """GradInversion (Yin et al. 2021): the classes with the lowest single entries of their rows; no repeats."""
+    order = weight.min(1).values.argsort()
+    repeats = -(-count // len(order))
+    return order.repeat(repeats)[:count].sort().values
+
+
+def _greedy(pull: Tensor, count: int, factor: float = 1.0) -> Tensor:
+    left = pull.double().clone()
+    negative = left[left < 0].sum()
+    one = negative * factor / count  # what one image adds
+    found: list[int] = []
+    for c in left.argsort().tolist():  # strongest first: under noise more classes look present than there are images
+        if left[c] < 0 and len(found) < count:
+            found.append(c)
+            left[c] -= one
+    while len(found) < count:
+        c = int(left.argmin())
+        found.append(c)
+        left[c] -= one
+    return torch.tensor(sorted(found), dtype=torch.long)

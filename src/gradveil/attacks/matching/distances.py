@@ -1,0 +1,117 @@
+"""Distances between updates. Each takes two lists of tensors, rows first, and gives one number a row.
+
+A tensor that is not to count (dropped, masked, weighted) is changed on both sides before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-12
+
+
+class Distance(Protocol):
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor: ...
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows × all entries."""
+    return torch.cat([t.flatten(1) for t in tensors], 1)
+
+
+@dataclass(frozen=True)
+class L2:
+    """Sum of squared differences (DLG)."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return ((flat(found) - flat(target)) ** 2).sum(1)
+
+
+@dataclass(frozen=True)
+class L1:
+    """Sum of absolute differences."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return (flat(found) - flat(target)).abs().sum(1)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """One minus the cosine of the two updates, each as one long vector (Geiping et al.)."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        a, b = flat(found), flat(target)
+        return 1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + _TINY)
+
+
+@dataclass(frozen=True)
+class LayerCosine:
+    """One minus the mean over tensors of each tensor's cosine: no layer rules the others."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        terms = []
+        for a, b in zip(found, target, strict=True):
+            a, b = a.flatten(1), b.flatten(1)
+            terms.append(1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + _TINY))
+        return torch.stack(terms).mean(0)
+
+
+@dataclass(frozen=True)
+class RelativeL2:
+    """Mean over tensors of ‖a − b‖² / ‖b‖²: every layer counts alike, and 0 means equal. Also the adversary's residual."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        terms = [
+            ((a - b).flatten(1) ** 2).sum(1) / ((b.flatten(1) ** 2).sum(1) + _TINY)
+            for a, b in zip(found, target, strict=True)
+        ]
+        return torch.stack(terms).mean(0)
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Sum over tensors of ‖a − b‖, not squared (GradInversion)."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        terms = [((a - b).flatten(1) ** 2).sum(1) for a, b in zip(found, target, strict=True)]
+        return torch.sqrt(torch.stack(terms) + _TINY).sum(0)
+
+
+@dataclass(frozen=True)
+class GaussianLikelihood:
+    """−log p(target | found) up to a constant, for N(0, std²) on every entry; per entry, so that priors keep their scale."""
+
+    std: float
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return ((flat(found) - flat(target)) ** 2).mean(1) / (2 * self.std**2)
+
+
+@dataclass(frozen=True)
+class LaplaceLikelihood:
+    """The same for Laplace(0, scale)."""
+
+    scale: float
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return (flat(found) - flat(target)).abs().mean(1) / self.scale
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """A distance of its own for each row: a portfolio that runs as one batch. `choice` numbers the distances."""
+
+    distances: tuple[Distance, ...]
+    choice: Tensor
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        values = torch.stack([d(found, target) for d in self.distances])
+        return values.gather(0, self.choice.view(1, -1)).squeeze(0)
+
+    def rows(self, index: Tensor) -> PerRow:
+        return PerRow(self.distances, self.choice[index])

@@ -1,0 +1,255 @@
+"""The engine: minimise distance(update of x, observed update) + priors(x), for victims × restarts in one batch.
+
+Rows are victims · restarts, restarts of a victim side by side. The adversary chooses among restarts by the residual
+alone (distance without priors), never by the truth, which it does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.matching.distances import Cosine, Distance, PerRow
+from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
+from gradveil.attacks.matching.priors import TV, Prior
+from gradveil.attacks.matching.starts import Start
+from gradveil.types import Tensors
+
+
+@dataclass(frozen=True)
+class Match:
+    """How to match: everything that tells one published attack from another."""
+
+    distance: Distance = field(default_factory=Cosine)
+    priors: tuple[Prior, ...] = (TV(1e-4),)
+    optimizer: Adam | SGD | LBFGS = field(default_factory=Adam)
+    steps: int = 4000
+    start: Start = field(default_factory=Start)
+    restarts: int = 1
+    box: bool = False
+    decay: bool = True  # ×0.1 at 3/8, 5/8 and 7/8 of the steps
+    warmup: int = 0
+    patience: int | None = None  # stop when no row has improved for so many steps
+    learn_labels: bool = False  # DLG: soft labels are unknowns too
+
+
+@dataclass
+class Solution:
+    """Rows of images with their values, before the adversary chooses."""
+
+    x: Tensor
+    value: Tensor
+    residual: Tensor
+    labels: Tensor
+    iterations: int
+    history: dict[str, list[float]]
+
+
+class Problem:
+    """The objective as a function of rows of images, with its gradient."""
+
+    def __init__(
+        self,
+        target: Target,
+        distance: Distance,
+        priors: Sequence[Prior],
+        *,
+        restarts: int = 1,
+        weights: Tensors | None = None,
+        keep: Sequence[str] | None = None,
+        labels: Tensor | None = None,
+        noise: Tensors | None = None,
+    ):
+        """`keep` names the tensors that count; `weights` (0/1 masks too) multiply both sides, victims first or shared."""
+        self.target, self.distance, self.priors, self.restarts = target, distance, tuple(priors), restarts
+        self.names = [n for n in target.model.trainable if keep is None or n in keep]
+        self.weights = weights or {}
+        self.seen = [self._weighed(target.updates(i), None) for i in range(target.sightings)]
+        self.states = [s.state for s in target.first.seen]
+        given = target.labels if labels is None else labels
+        self.labels = given.repeat_interleave(restarts, 0)
+        self.noise = {k: v.repeat_interleave(restarts, 0) for k, v in (noise or {}).items()}
+        low, high = (
+            target.normalize(torch.zeros(target.first.input_shape)),
+            target.normalize(torch.ones(target.first.input_shape)),
+        )
+        self.box = (low.amin((1, 2)).view(-1, 1, 1), high.amax((1, 2)).view(-1, 1, 1))
+
+    @property
+    def rows(self) -> int:
+        return len(self.labels)
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Value a row and its gradient."""
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.value(x, rows)
+            (gradient,) = torch.autograd.grad(value.sum(), x)
+        return value.detach(), gradient
+
+    def value(self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        total = self.mismatch(x, rows, labels)
+        for prior in self.priors:
+            total = total + prior(x, self, rows)
+        return total
+
+    def mismatch(
+        self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
+    ) -> Tensor:
+        """The distance alone, summed over sightings."""
+        distance = distance or self.distance
+        if isinstance(distance, PerRow) and rows is not None:
+            distance = distance.rows(rows)
+        y = labels if labels is not None else self.labels if rows is None else self.labels[rows]
+        noise = self.noise if rows is None else {k: v[rows] for k, v in self.noise.items()}
+        victims = torch.arange(self.rows) // self.restarts if rows is None else rows // self.restarts
+        total: Tensor | None = None
+        for state, seen in zip(self.states, self.seen, strict=True):
+            found = self.target.model.updates(state, x, y, self.target.training, noise)
+            ours = self._weighed(found, victims)
+            term = distance(ours, [t[victims] for t in seen])
+            total = term if total is None else total + term
+        assert total is not None
+        return total / len(self.seen)
+
+    def residual(self, x: Tensor, distance: Distance) -> Tensor:
+        with torch.no_grad():
+            return self.mismatch(x, distance=distance)
+
+    def _weighed(self, tensors: Tensors, victims: Tensor | None) -> list[Tensor]:
+        result = []
+        for name in self.names:
+            weight = self.weights.get(name)
+            if weight is None:
+                result.append(tensors[name])
+            elif weight.ndim == tensors[name].ndim:  # a mask for each victim
+                result.append(tensors[name] * (weight if victims is None else weight[victims]))
+            else:
+                result.append(tensors[name] * weight)
+        return result
+
+
+def solve(target: Target, match: Match, *, problem: Problem | None = None, start: Tensor | None = None) -> Solution:
+    """Run one match from its starts to its end."""
+    problem = problem or Problem(target, match.distance, match.priors, restarts=match.restarts)
+    x = start if start is not None else match.start.draw(target, problem.restarts, target.rng)
+    if isinstance(match.optimizer, LBFGS):
+        tick = (lambda i: target.progress(i, match.steps)) if target.progress else None
+        if match.learn_labels:
+            x, labels, value, used = _second_order_with_labels(problem, match, x, tick)
+        else:
+            x, value, used = match.optimizer.minimize(problem, x, match.steps, tick)
+            labels = problem.labels
+        history: dict[str, list[float]] = {}
+    else:
+        x, labels, value, used, history = _first_order(problem, match, x)
+    with torch.no_grad():
+        y = labels if match.learn_labels else None
+        residual = problem.mismatch(x, labels=y)
+    return Solution(x, value, residual, labels, used, history)
+
+
+def choose(target: Target, problem: Problem, solution: Solution) -> Answer:
+    """For each victim the restart with the lowest residual."""
+    residual = torch.nan_to_num(solution.residual, nan=float("inf")).unflatten(0, (-1, problem.restarts))
+    pick = residual.argmin(1) + torch.arange(len(residual)) * problem.restarts
+    labels = solution.labels[pick]
+    hard = labels.argmax(-1) if labels.is_floating_point() else labels
+    return Answer(solution.x[pick], solution.residual[pick], hard, solution.iterations, solution.history)
+
+
+def match_and_choose(target: Target, match: Match, **more: object) -> Answer:
+    """The whole of a plain matching attack."""
+    problem = Problem(target, match.distance, match.priors, restarts=match.restarts, **more)  # type: ignore[arg-type]
+    return choose(target, problem, solve(target, match, problem=problem))
+
+
+def _first_order(
+    problem: Problem, match: Match, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int, dict[str, list[float]]]:
+    assert not isinstance(match.optimizer, LBFGS)
+    x = x.clone()
+    low, high = problem.box
+    step = match.optimizer.stepper(x)
+    labels = problem.labels
+    if match.learn_labels:
+        labels = _label_logits(problem)
+        step_labels = match.optimizer.stepper(labels)
+    best, best_value = x.clone(), torch.full((len(x),), float("inf"))
+    best_labels = labels.clone()
+    since, record_every = torch.zeros(len(x)), max(1, match.steps // 100)
+    history: dict[str, list[float]] = {"step": [], "objective": []}
+    for i in range(match.steps):
+        if match.learn_labels:
+            value, g, g_labels = _joint(problem, x, labels)
+        else:
+            value, g = problem(x)
+        better = value < best_value
+        best = torch.where(better.view(-1, 1, 1, 1, 1), x, best)
+        best_value = torch.where(better, value, best_value)
+        if match.learn_labels:
+            best_labels = torch.where(better.view(-1, 1, 1), labels, best_labels)
+        if match.patience:
+            since = torch.where(better, torch.zeros_like(since), since + 1)
+            if i % 100 == 99 and bool((since >= match.patience).all()):
+                break
+        decay = _decay(i, match)
+        x = x + step(g, decay)
+        noise = getattr(match.optimizer, "noise", 0.0)
+        if noise:
+            x = x + noise * match.optimizer.lr * decay * torch.randn(x.shape, generator=problem.target.rng)
+        if match.box:
+            x = torch.minimum(torch.maximum(x, low), high)
+        if match.learn_labels:
+            labels = labels + step_labels(g_labels, decay)
+        if i % record_every == 0:
+            history["step"].append(i)
+            history["objective"].append(float(best_value.mean()))
+            if problem.target.progress:
+                problem.target.progress(i, match.steps)
+    if match.learn_labels:
+        return best, best_labels.softmax(-1), best_value, i + 1, history
+    return best, labels, best_value, i + 1, history
+
+
+def _decay(i: int, match: Match) -> float:
+    warm = min(1.0, (i + 1) / match.warmup) if match.warmup else 1.0
+    if not match.decay:
+        return warm
+    return warm * 0.1 ** sum(i >= int(match.steps / part) for part in (2.667, 1.6, 1.142))
+
+
+def _label_logits(problem: Problem) -> Tensor:
+    shape = (problem.restarts, problem.labels.shape[1], problem.target.first.num_classes)
+    one = torch.randn(shape, generator=problem.target.rng)
+    return one.repeat(problem.rows // problem.restarts, 1, 1)
+
+
+def _joint(problem: Problem, x: Tensor, logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    x, logits = x.detach().requires_grad_(), logits.detach().requires_grad_()
+    with torch.enable_grad():
+        value = problem.value(x, rows, labels=logits.softmax(-1))
+        g, g_labels = torch.autograd.grad(value.sum(), [x, logits])
+    return value.detach(), g, g_labels
+
+
+def _second_order_with_labels(
+    problem: Problem, match: Match, x: Tensor, tick: object
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Images and label logits as one long unknown."""
+    assert isinstance(match.optimizer, LBFGS)
+    logits = _label_logits(problem)
+    shape, pixels = x.shape[1:], x[0].numel()
+
+    def objective(z: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        images, words = z[:, :pixels].unflatten(1, shape), z[:, pixels:].unflatten(1, logits.shape[1:])
+        value, g, g_words = _joint(problem, images, words, rows)
+        return value, torch.cat([g.flatten(1), g_words.flatten(1)], 1)
+
+    z = torch.cat([x.flatten(1), logits.flatten(1)], 1)
+    z, value, used = match.optimizer.minimize(objective, z, match.steps, tick)  # type: ignore[arg-type]
+    return z[:, :pixels].unflatten(1, shape), z[:, pixels:].unflatten(1, logits.shape[1:]).softmax(-1), value, used

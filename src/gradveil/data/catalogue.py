@@ -1,0 +1,118 @@
+"""The data sets that have a name: what they are, how the field normalises them, where their files are looked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradveil.data.raw import Options, Raw
+from gradveil.data.readers import embedded, read_folder, reader_of
+from gradveil.errors import UserError
+
+FOLDER = "GRADVEIL_DATA"
+
+_MNIST = ((0.13066,), (0.30811,))
+_CIFAR10 = ((0.49147, 0.48226, 0.44677), (0.24703, 0.24349, 0.26159))
+_CIFAR100 = ((0.50716, 0.48669, 0.44120), (0.26733, 0.25644, 0.27615))
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_DIGITS = tuple("0123456789")
+_CLOTHES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+_OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A named data set. `norm` is the mean and standard deviation that published work uses; measured where None."""
+
+    name: str
+    about: str
+    num_classes: int
+    norm: tuple[tuple[float, ...], tuple[float, ...]] | None
+    files: str  # what to put into its folder
+    class_names: tuple[str, ...] | None = None
+    size: int | None = None  # of the images, unless another is asked for
+
+    def folder(self) -> Path | None:
+        """Where the files are: `fashion-mnist` may also be spelled with an underscore."""
+        root = os.environ.get(FOLDER)
+        if not root:
+            return None
+        spelled = [Path(root) / self.name, Path(root) / self.name.replace("-", "_")]
+        return next((path for path in spelled if path.is_dir()), spelled[0])
+
+    def available(self) -> bool:
+        if self is EMBEDDED:
+            return embedded.available()
+        folder = self.folder()
+        return folder is not None and reader_of(folder) is not None
+
+    def read(self, options: Options) -> Raw:
+        if self is EMBEDDED:
+            return embedded.read(options)
+        folder = self.folder()
+        if folder is None:
+            raise UserError(
+                f"{self.name} is read from the folder that {FOLDER} names, which is not set; mnist-5k needs none."
+            )
+        if not folder.is_dir():
+            raise UserError(f"{self.name}: no folder {folder}; make it and put in {self.files}.")
+        return read_folder(folder, options, expected=f"{self.files}, or an .npz file")
+
+
+_IDX = "the publisher's four idx files"
+EMBEDDED = Known(
+    "mnist-5k", "5,000 MNIST digits, 28×28 grey, 10 classes; built in", 10, _MNIST, "nothing", class_names=_DIGITS
+)
+KNOWN = {
+    known.name: known
+    for known in (
+        EMBEDDED,
+        Known("mnist", "handwritten digits, 28×28 grey, 10 classes", 10, _MNIST, _IDX, _DIGITS),
+        Known(
+            "fashion-mnist",
+            "pieces of clothing, 28×28 grey, 10 classes",
+            10,
+            ((0.1307,), (0.3081,)),  # ATS takes MNIST's constants for it
+            _IDX,
+            _CLOTHES,
+        ),
+        Known(
+            "cifar10",
+            "small photographs, 32×32 colour, 10 classes",
+            10,
+            _CIFAR10,
+            "the binary version (cifar-10-batches-bin/)",
+            _OBJECTS,
+        ),
+        Known(
+            "cifar100",
+            "small photographs, 32×32 colour, 100 classes",
+            100,
+            _CIFAR100,
+            "the binary version (cifar-100-binary/)",
+        ),
+        Known(
+            "svhn", "house numbers, 32×32 colour, 10 classes", 10, None, "train_32x32.mat and test_32x32.mat", _DIGITS
+        ),
+        Known(
+            "tinyimagenet",
+            "photographs, 32×32 colour (size=64 for the originals), 200 classes",
+            200,
+            _IMAGENET,
+            "tiny-imagenet-200/",
+            size=32,
+        ),
+        Known("olivetti", "faces of 40 people, 64×64 grey; split=person keeps people apart", 40, None, "an .npz file"),
+        Known("mednist", "X-ray, CT and MR pictures, 64×64 grey, 6 classes", 6, None, "one folder of pictures a class"),
+        Known(
+            "celeba",
+            "faces, 32×32 colour (size=N for others), label: attribute=Male",
+            2,
+            _HALF,
+            "img_align_celeba/ and list_attr_celeba.txt",
+            size=32,
+        ),
+    )
+}

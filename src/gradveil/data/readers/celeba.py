@@ -1,0 +1,59 @@
+"""CelebA: aligned faces in one folder, and a list of forty yes/no attributes, one of which is the label."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from gradveil.data.raw import Images, Options, Raw
+from gradveil.errors import UserError, unknown
+
+ATTRIBUTES, PARTITION, FACES = "list_attr_celeba.txt", "list_eval_partition.txt", "img_align_celeba"
+DEFAULT = "Male"
+TEST = "2"  # in the publisher's partition: 0 training, 1 validation, 2 test
+
+
+def claims(folder: Path) -> bool:
+    return (folder / ATTRIBUTES).is_file()
+
+
+def read(folder: Path, options: Options) -> Raw:
+    attribute = options.attribute or DEFAULT
+    faces = folder / FACES
+    if not faces.is_dir():
+        raise UserError(f"{faces}: no such folder; it holds the faces of CelebA.")
+    labels = _labels(folder / ATTRIBUTES, attribute)
+    present = {entry.name for entry in os.scandir(faces)}  # a part of the 202,599 faces will do
+    files = [name for name in labels if name in present]
+    if not files:
+        raise UserError(f"{faces}: none of the faces listed in {ATTRIBUTES} is here.")
+    partition = _partition(folder / PARTITION)
+    train, test = ([f for f in files if (partition.get(f) == TEST) is wanted] for wanted in (False, True))
+    parts = [
+        Images([faces / f for f in part], np.array([labels[f] for f in part], dtype=np.int64)) for part in (train, test)
+    ]
+    return Raw(parts[0], parts[1] if test else None, (f"not {attribute}", attribute))
+
+
+def _labels(path: Path, attribute: str) -> dict[str, int]:
+    """File name → 0 or 1. The list: a count, the attributes' names, then one line a face with −1 or 1 for each."""
+    _, names, *rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] or [
+        [],
+        [],
+    ]
+    if attribute not in names:
+        raise unknown("attribute", attribute, names, hint=f"{path} lists all.")
+    column = names.index(attribute) + 1
+    for row in rows:
+        if len(row) != len(names) + 1 or row[column] not in ("-1", "1"):
+            raise UserError(f"{path}: the line of '{row[0]}' does not hold {len(names)} values of -1 or 1.")
+    return {row[0]: int(row[column] == "1") for row in rows}
+
+
+def _partition(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {row[0]: row[-1] for row in rows}

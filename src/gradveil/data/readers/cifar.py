@@ -1,0 +1,56 @@
+"""CIFAR-10 and CIFAR-100, binary version: one record an image, of its label bytes and 3 × 32 × 32 pixels.
+
+The publisher's "python version" is pickled, and a pickle runs code when it is loaded; it is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, concat
+from gradveil.errors import UserError
+
+PIXELS = 3 * 32 * 32
+
+
+def claims(folder: Path) -> bool:
+    return bool(_files(folder, "data_batch_*.bin") or _files(folder, "train.bin") or _pickles(folder))
+
+
+def read(folder: Path, options: Options) -> Raw:
+    if batches := _files(folder, "data_batch_*.bin"):
+        label_bytes, tests, names = 1, "test_batch.bin", "batches.meta.txt"
+    elif batches := _files(folder, "train.bin"):
+        label_bytes, tests, names = 2, "test.bin", "fine_label_names.txt"
+    else:
+        raise UserError(f"{_pickles(folder)[0]}: the python version of CIFAR is pickled; download the binary version.")
+    test = [_records(path, label_bytes) for path in _files(folder, tests)]
+    train = concat([_records(path, label_bytes) for path in batches])
+    return Raw(train, concat(test) if test else None, _names(folder, names))
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern)) or sorted(folder.glob(f"cifar*/{pattern}"))
+
+
+def _pickles(folder: Path) -> list[Path]:
+    """What the python version unpacks to."""
+    return [*_files(folder, "data_batch_1"), *folder.glob("cifar-100-python"), *folder.glob("cifar-10-batches-py")]
+
+
+def _records(path: Path, label_bytes: int) -> Images:
+    size, record = path.stat().st_size, label_bytes + PIXELS
+    if not size or size % record:
+        raise UserError(f"{path}: {size} bytes are no whole number of {record}-byte records; is the file cut off?")
+    if size > MAX_BYTES:
+        raise UserError(f"{path}: more than 4 GiB.")
+    table = np.fromfile(path, dtype=np.uint8).reshape(-1, record)
+    pixels = table[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(pixels, table[:, label_bytes - 1].astype(np.int64))  # CIFAR-100: coarse label, then fine
+
+
+def _names(folder: Path, file: str) -> tuple[str, ...] | None:
+    found = _files(folder, file)
+    return tuple(found[0].read_text(encoding="utf-8", errors="replace").split()) if found else None

@@ -1,0 +1,66 @@
+"""The idx files of MNIST and its kin: a header of sizes, then bytes; plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+from typing import IO, cast
+
+import numpy as np
+
+from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, one_line, shape_text
+from gradveil.errors import UserError
+
+_BYTES = 8  # the idx type number of unsigned bytes
+
+
+def claims(folder: Path) -> bool:
+    return _locate(folder, "train-images") is not None
+
+
+def read(folder: Path, options: Options) -> Raw:
+    train = _part(folder, "train")
+    return Raw(train, _part(folder, "t10k") if _locate(folder, "t10k-images") else None)
+
+
+def read_idx(path: Path) -> Array:
+    """One idx file of bytes, believed only as far as its header and its length agree."""
+    try:
+        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+            start = file.read(4)
+            if len(start) < 4 or start[:2] != b"\0\0" or start[2] != _BYTES or start[3] not in (1, 3):
+                raise UserError(f"{path}: not an idx file of bytes (images or labels).")
+            header = file.read(4 * start[3])
+            if len(header) < 4 * start[3]:
+                raise UserError(f"{path}: the file ends within its header.")
+            shape = struct.unpack(f">{start[3]}I", header)
+            promised = math.prod(shape)
+            if promised > MAX_BYTES:
+                raise UserError(f"{path}: its header promises {shape_text(shape)} bytes, more than 4 GiB.")
+            if path.suffix != ".gz":  # a read allocates what it is asked for: ask for no more than there is
+                promised = min(promised, path.stat().st_size)
+            content = file.read(promised + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)}).") from None
+    if len(content) != math.prod(shape):
+        how = "fewer" if len(content) < math.prod(shape) else "more"
+        raise UserError(f"{path}: its header promises {shape_text(shape)} bytes, the file holds {how}.")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+def _locate(folder: Path, stem: str) -> Path | None:
+    """The publisher's name (`train-images-idx3-ubyte`, also with a dot), here or where torchvision puts it."""
+    for pattern in (f"{stem}?idx*", f"*/{stem}?idx*", f"*/raw/{stem}?idx*"):
+        for path in sorted(folder.glob(pattern)):
+            return path
+    return None
+
+
+def _part(folder: Path, part: str) -> Images:
+    images, labels = (_locate(folder, f"{part}-{what}") for what in ("images", "labels"))
+    if images is None or labels is None:
+        raise UserError(f"{folder}: {part}-{'labels' if images else 'images'}-idx… is missing.")
+    return checked(read_idx(images), read_idx(labels), f"{images.parent}/{part}")

@@ -1,0 +1,50 @@
+"""Tiny ImageNet as published: training pictures by class, validation ones by a list; the test part has no labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from gradveil.data.raw import Images, Options, Raw
+from gradveil.data.readers.image_folder import by_class
+from gradveil.errors import UserError
+
+
+def claims(folder: Path) -> bool:
+    return _root(folder) is not None
+
+
+def read(folder: Path, options: Options) -> Raw:
+    root = _root(folder)
+    assert root is not None
+    train, ids = by_class(root / "train")
+    return Raw(train, _validation(root / "val", ids) if (root / "val").is_dir() else None, _words(root, ids))
+
+
+def _root(folder: Path) -> Path | None:
+    for root in (folder, folder / "tiny-imagenet-200"):
+        if (root / "wnids.txt").is_file() and (root / "train").is_dir():
+            return root
+    return None
+
+
+def _validation(folder: Path, ids: tuple[str, ...]) -> Images:
+    listing = folder / "val_annotations.txt"
+    if not listing.is_file():
+        raise UserError(f"{listing}: no such file; it holds the labels of the validation pictures.")
+    number = {name: i for i, name in enumerate(ids)}
+    rows = [line.split("\t") for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if bad := next((row for row in rows if len(row) < 2 or row[1] not in number), None):
+        raise UserError(f"{listing}: line '{' '.join(bad)[:60]}' names no class of the training part.")
+    return Images(
+        [folder / "images" / row[0] for row in rows], np.array([number[row[1]] for row in rows], dtype=np.int64)
+    )
+
+
+def _words(root: Path, ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Readable names for WordNet numbers, where the list of them is at hand."""
+    path = root / "words.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    words = dict(line.split("\t", 1) for line in lines if "\t" in line)
+    return tuple(words.get(name, name) for name in ids)

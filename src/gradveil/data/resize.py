@@ -1,0 +1,32 @@
+"""One way to make images square and of one size, whatever they were read from."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from gradveil.data.raw import Array
+
+CHUNK = 1024  # images turned to floats at a time, so that a large set does not grow fourfold
+
+
+def fit(x: Array, size: int) -> Array:
+    """n × H × W × C cropped to the middle square and resized: box average at whole factors, else smooth bilinear."""
+    side = min(x.shape[1:3])
+    top, left = (x.shape[1] - side) // 2, (x.shape[2] - side) // 2
+    x = x[:, top : top + side, left : left + side]
+    if side == size:
+        return x
+    out = np.empty((len(x), size, size, x.shape[3]), dtype=x.dtype)
+    for i in range(0, len(x), CHUNK):
+        pixels = torch.from_numpy(np.ascontiguousarray(x[i : i + CHUNK].transpose(0, 3, 1, 2))).float()
+        if side % size == 0:
+            pixels = interpolate(pixels, size=(size, size), mode="area")
+        else:
+            pixels = interpolate(pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+        if x.dtype == np.uint8:
+            pixels = pixels.round()
+        pixels = pixels.clamp(0, 255 if x.dtype == np.uint8 else 1)
+        out[i : i + CHUNK] = pixels.permute(0, 2, 3, 1).numpy().astype(x.dtype)
+    return out

@@ -1,0 +1,167 @@
+"""What a defense is: settings, and the stages of an update's journey that it changes.
+
+`prepare` runs once per client; `model` changes the network both sides run; `data` acts once on a client's images; `batch`
+and `gradient` at every local step; `update` once on what leaves. Each is the identity unless a defense overrides it.
+A defense holds settings only: what it learns from private data is returned by `prepare` and kept by the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.gradients import ModelFunction
+from gradveil.settings import spec_of
+from gradveil.types import Batch, Tensors
+
+STAGES = ("model", "data", "batch", "gradient", "update")
+
+
+@dataclass
+class Setup:
+    """What a defense may use to prepare itself on a client."""
+
+    model: ModelFunction
+    state: Tensors
+    private: Batch
+    public: Batch | None
+    num_classes: int
+    mean: Tensor
+    std: Tensor
+    seed: int = 0
+    rng: torch.Generator = field(default_factory=torch.Generator)
+    cache: Path | None = None  # a folder for what is costly to train and may be used again
+    progress: Callable[[str, int, int], None] | None = None
+
+
+@dataclass
+class Step:
+    """Where a stage finds itself: the model at its current weights, the batch, its own memory and random stream."""
+
+    model: ModelFunction
+    state: Tensors
+    batch: Batch  # pixels in [0, 1]
+    mean: Tensor
+    std: Tensor
+    num_classes: int
+    rng: torch.Generator
+    memory: Any = None  # what this defense's `prepare` returned
+    noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
+    secrets: Tensors = field(default_factory=dict)  # a defense writes here what the judge may know
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Pixels as the network takes them."""
+        return (x - _channels(self.mean, x)) / _channels(self.std, x)
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        return x * _channels(self.std, x) + _channels(self.mean, x)
+
+    def gradient(self, batch: Batch, noise: Tensors | None = None) -> Tensors:
+        """The plain gradient of a batch at the current weights."""
+        return self.model.gradient(self.state, self.normalize(batch.x), batch.y, self.noise if noise is None else noise)
+
+
+def _channels(value: Tensor, like: Tensor) -> Tensor:
+    return value.to(like).view(-1, 1, 1)
+
+
+class Defense:
+    """Base class. Subclasses are `@settings` dataclasses registered with `@defense(name)`."""
+
+    name: ClassVar[str] = ""
+    counters: ClassVar[Sequence[str]] = ()  # the attacks that know this defense and are built to break it
+    random: ClassVar[bool] = False  # whether two updates of one batch differ
+
+    def prepare(self, setup: Setup) -> Any:
+        return None
+
+    def model(self, module: nn.Module, input_shape: tuple[int, int, int]) -> nn.Module:
+        return module
+
+    def data(self, batch: Batch, step: Step) -> Batch:
+        return batch
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        return batch
+
+    def gradient(self, tensors: Tensors, step: Step) -> Tensors:
+        return tensors
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return tensors
+
+    @property
+    def parts(self) -> tuple[Defense, ...]:
+        """The single defenses a combination is made of."""
+        return (self,)
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages this defense changes, in the journey's order."""
+        return [s for s in STAGES if any(getattr(type(p), s) is not getattr(Defense, s) for p in self.parts)]
+
+    @property
+    def spec(self) -> str:
+        return "+".join(spec_of(p) for p in self.parts)
+
+
+class Chain(Defense):
+    """Several defenses, each stage applied in the order in which they were written."""
+
+    name = "chain"
+
+    def __init__(self, parts: Sequence[Defense]):
+        self._parts = tuple(p for part in parts for p in part.parts)
+        self.counters = tuple(dict.fromkeys(c for p in self._parts for c in p.counters))  # type: ignore[misc]
+        self.random = any(p.random for p in self._parts)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return f"Chain({self.spec!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    @property
+    def parts(self) -> tuple[Defense, ...]:
+        return self._parts
+
+    def prepare(self, setup: Setup) -> Any:
+        return [part.prepare(setup) for part in self._parts]
+
+    def model(self, module: nn.Module, input_shape: tuple[int, int, int]) -> nn.Module:
+        for part in self._parts:
+            module = part.model(module, input_shape)
+        return module
+
+    def data(self, batch: Batch, step: Step) -> Batch:
+        for part, own in self._each(step):
+            batch = part.data(batch, own)
+        return batch
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        for part, own in self._each(step):
+            own.batch = batch = part.batch(batch, own)
+        return batch
+
+    def gradient(self, tensors: Tensors, step: Step) -> Tensors:
+        for part, own in self._each(step):
+            tensors = part.gradient(tensors, own)
+        return tensors
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        for part, own in self._each(step):
+            tensors = part.update(tensors, own)
+        return tensors
+
+    def _each(self, step: Step) -> list[tuple[Defense, Step]]:
+        """Each part with the same step but its own memory; the random stream and the secrets are shared."""
+        memories = step.memory if step.memory is not None else [None] * len(self._parts)
+        return [(part, Step(**{**vars(step), "memory": m})) for part, m in zip(self._parts, memories, strict=True)]

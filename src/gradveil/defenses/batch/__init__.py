@@ -1,0 +1,1 @@
+"""Defenses that change each batch before its gradient is taken."""

@@ -1,0 +1,1 @@
+"""Defenses that change a client's images once, before any training."""

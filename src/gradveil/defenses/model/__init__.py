@@ -1,0 +1,1 @@
+"""Defenses that change the network both sides run."""

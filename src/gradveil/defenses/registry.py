@@ -1,0 +1,27 @@
+"""Defenses by name: `@defense("prune", counters=[...])` puts one in, `parse` reads `dcs2+prune:ratio=0.7`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradveil.defenses.base import Chain, Defense
+from gradveil.errors import UserError
+from gradveil.settings import Registry, split_chain
+
+registry: Registry[Defense] = Registry("defense", package="gradveil.defenses")
+
+
+def defense(name: str, counters: Sequence[str] = (), random: bool = False) -> Callable[[type], type]:
+    """Register a defense under `name`; `counters` are the attacks that know it."""
+    return registry.register(name, counters=tuple(counters), random=random)
+
+
+def parse(text: str | Defense) -> Defense:
+    """The defense that `text` writes; an instance passes through."""
+    if isinstance(text, Defense):
+        return text
+    parts = [registry.parse(part) for part in split_chain(text)]
+    for part in parts:
+        if not isinstance(part, Defense):
+            raise UserError(f"'{text}' is not a defense: its class does not derive from gradveil.Defense.")
+    return parts[0] if len(parts) == 1 else Chain(parts)

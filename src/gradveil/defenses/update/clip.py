@@ -1,0 +1,24 @@
+"""Clipping: scale the whole update down to a bounded norm. Half of DP-SGD, and of what many servers ask for anyway."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.registry import defense
+from gradveil.settings import settings
+from gradveil.types import Tensors
+
+
+@defense("clip", counters=["clip-aware"])
+@settings
+class Clip(Defense):
+    """Scale the update so that its L2 norm over all tensors is at most `norm`."""
+
+    norm: float = Field(1.0, gt=0)
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        size = torch.sqrt(sum((g.double() ** 2).sum() for g in tensors.values()))  # type: ignore[arg-type]
+        scale = (self.norm / size.clamp_min(1e-12)).clamp_max(1.0)
+        return {name: g * scale.to(g) for name, g in tensors.items()}

@@ -1,0 +1,47 @@
+"""Additive noise on every entry of the update, the oldest baseline.
+
+The published comparisons (DLG, ATS, DCS2, PRECODE) add it without clipping, so it carries no privacy guarantee of its
+own. `std` and `scale` are the standard deviation and the Laplace scale, whatever a paper calls them.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.registry import defense
+from gradveil.settings import settings
+from gradveil.types import Tensors
+
+
+@defense("gaussian", counters=["noise-likelihood"], random=True)
+@settings
+class Gaussian(Defense):
+    """Add N(0, std²) to every entry."""
+
+    std: float = Field(1e-2, ge=0)  # PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {name: g + self.std * _like(g, torch.randn, step) for name, g in tensors.items()}
+
+
+@defense("laplace", counters=["noise-likelihood"], random=True)
+@settings
+class Laplace(Defense):
+    """Add Laplace(0, scale) to every entry."""
+
+    scale: float = Field(1e-2, ge=0)  # ATS: 1e-3 and 1e-2
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {name: g + self.scale * _laplace(_like(g, torch.rand, step)) for name, g in tensors.items()}
+
+
+def _like(g: torch.Tensor, draw: object, step: Step) -> torch.Tensor:
+    return draw(g.shape, generator=step.rng).to(g)  # type: ignore[operator, no-any-return]
+
+
+def _laplace(uniform: torch.Tensor) -> torch.Tensor:
+    """Laplace(0, 1) by its inverse distribution function."""
+    centred = uniform - 0.5
+    return -centred.sign() * torch.log1p((-2 * centred.abs()).clamp_min(-1 + 1e-7))

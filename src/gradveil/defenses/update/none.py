@@ -1,0 +1,13 @@
+"""No defense: the update leaves as it is. The control every other row is compared with."""
+
+from __future__ import annotations
+
+from gradveil.defenses.base import Defense
+from gradveil.defenses.registry import defense
+from gradveil.settings import settings
+
+
+@defense("none")
+@settings
+class Nothing(Defense):
+    """Send the update unchanged."""

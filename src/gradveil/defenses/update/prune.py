@@ -1,0 +1,39 @@
+"""Gradient pruning: send only the largest entries.
+
+Zhu et al. 2019 (DLG) suggest it against leakage; Lin et al. 2017 use it to save traffic. All published code prunes every
+tensor by itself, biases and norms included, so that is the default here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.registry import defense
+from gradveil.settings import settings
+from gradveil.types import Tensors
+
+
+@defense("prune", counters=["prune-mask"])
+@settings
+class Prune(Defense):
+    """Zero the smallest `ratio` of the entries; at least one entry of every tensor stays."""
+
+    ratio: float = Field(0.9, ge=0, lt=1)  # LODA Table 1: 0.9 and 0.99
+    scope: Literal["tensor", "global"] = "tensor"
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        if self.scope == "global":
+            cut = _cut(torch.cat([g.abs().flatten() for g in tensors.values()]), self.ratio)
+            return {name: g * (g.abs() >= cut) for name, g in tensors.items()}
+        return {name: g * (g.abs() >= _cut(g.abs().flatten(), self.ratio)) for name, g in tensors.items()}
+
+
+def _cut(sizes: Tensor, ratio: float) -> Tensor:
+    """The size at and above which entries stay."""
+    dropped = min(int(ratio * sizes.numel()), sizes.numel() - 1)
+    return sizes.kthvalue(dropped + 1).values

@@ -1,0 +1,17 @@
+"""The one exception a user should ever see: a single line that says what was wrong and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input. The command line prints its text as one line and exits with code 2."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> UserError:
+    """The error for a name that is not there, with the nearest one offered."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    offer = f"; did you mean '{near[0]}'?" if near else "."
+    return UserError(f"no {kind} '{name}'{offer} {hint or f'`gradveil list {kind}s` shows all.'}")

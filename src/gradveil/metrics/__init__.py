@@ -1,0 +1,31 @@
+"""How much of an image a reconstruction gives away: one definition of each measure, and one place to apply them."""
+
+from gradveil.metrics.baseline import baseline
+from gradveil.metrics.identification import Identification, clopper_pearson, identification_rate, identify
+from gradveil.metrics.matching import match
+from gradveil.metrics.perceptual import lpips, lpips_available, lpips_size
+from gradveil.metrics.pixel import mse, psnr
+from gradveil.metrics.scores import RECOGNISABLE, Scores, score, score_all, summarize
+from gradveil.metrics.structural import Window, ssim, ssim_window
+
+__all__ = [
+    "RECOGNISABLE",
+    "Identification",
+    "Scores",
+    "Window",
+    "baseline",
+    "clopper_pearson",
+    "identification_rate",
+    "identify",
+    "lpips",
+    "lpips_available",
+    "lpips_size",
+    "match",
+    "mse",
+    "psnr",
+    "score",
+    "score_all",
+    "ssim",
+    "ssim_window",
+    "summarize",
+]

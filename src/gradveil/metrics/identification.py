@@ -1,0 +1,126 @@
+"""Identification: is the true image nearer to the reconstruction than many others of its class?
+
+Nearness is the absolute zero-mean normalised correlation over all channels and pixels, so that neither brightness
+nor contrast nor a negative hides a match. Chance is known, hence a rate here is evidence where a PSNR is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import beta
+from torch import Tensor
+
+from gradveil.types import Batch, generator
+
+ENOUGH = 200  # a class with fewer distractors is replaced by all classes
+LIMIT = 1000  # distractors at most
+FLAT = 1e-6  # standard deviation below which an image is constant but for rounding
+TIE = 1e-9  # correlations closer than this are a tie, which counts against the adversary
+BLOCK = 2**24  # values compared at a time, to bound memory
+
+
+@dataclass(frozen=True)
+class Identification:
+    """Of each image: its place among the distractors (1 is nearest), their number, and its own |correlation|."""
+
+    ranks: Tensor
+    distractors: Tensor
+    correlation: Tensor
+
+    @property
+    def identified(self) -> Tensor:
+        return (self.ranks == 1) & (self.distractors > 0)
+
+    @property
+    def chance(self) -> Tensor:
+        """With what probability a guess would identify each image."""
+        return 1 / (self.distractors.double() + 1)
+
+
+def identify(
+    truth: Tensor, labels: Tensor, reconstruction: Tensor, pool: Batch, *, limit: int = LIMIT, seed: int = 0
+) -> Identification:
+    """Rank each true image against the first `limit` images of its class in a seeded permutation of the pool.
+
+    Exact copies of the true image are no distractors. A constant reconstruction identifies nobody.
+    """
+    if truth.shape != reconstruction.shape or truth.shape[1:] != pool.x.shape[1:]:
+        shapes = [tuple(t.shape) for t in (truth, reconstruction, pool.x)]
+        raise ValueError(f"truth, reconstruction and pool do not fit together: {shapes}")
+    labels = labels if labels.ndim == 1 else labels.argmax(dim=1)
+    shuffled = torch.randperm(len(pool), generator=generator(seed, "distractors"))
+    classes = pool.hard_labels[shuffled]
+
+    guess = _standardised(reconstruction)
+    own = _correlation(guess, truth.double().flatten(1)).diagonal()
+    ranks = torch.empty(len(truth), dtype=torch.long)
+    distractors = torch.empty_like(ranks)
+
+    def compare(victims: Tensor, candidates: Tensor) -> None:
+        nearer, copies = _nearer(truth[victims], guess[victims], own[victims], pool.x, candidates)
+        distractors[victims] = len(candidates) - copies
+        ranks[victims] = 1 + nearer
+
+    for label in labels.unique():
+        victims = (labels == label).nonzero().flatten()
+        compare(victims, shuffled[classes == label][:limit])
+        few = victims[distractors[victims] < min(ENOUGH, limit - 1)]
+        if len(few):
+            compare(few, shuffled[:limit])
+    return Identification(ranks, distractors, own)
+
+
+def _nearer(truth: Tensor, guess: Tensor, own: Tensor, images: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """For each victim: how many candidates are at least as near as the truth, and how many are copies of the truth."""
+    nearer, copies = torch.zeros(len(truth), dtype=torch.long), torch.zeros(len(truth), dtype=torch.long)
+    for block in candidates.split(max(1, BLOCK // guess.shape[1])):
+        others = images[block].double().flatten(1)
+        copy = _copies(truth.double().flatten(1), others)
+        near = _correlation(guess, others) >= own[:, None] - TIE
+        nearer += (near & ~copy).sum(dim=1)
+        copies += copy.sum(dim=1)
+    return nearer, copies
+
+
+def _standardised(images: Tensor) -> Tensor:
+    """Flattened, mean 0, length 1; constant images become 0, which correlates with nothing and ties with everything."""
+    flat = images.double().flatten(1)
+    flat = flat - flat.mean(dim=1, keepdim=True)
+    length = flat.norm(dim=1, keepdim=True)
+    return torch.where(length > FLAT * flat.shape[1] ** 0.5, flat / length, 0.0)
+
+
+def _correlation(guess: Tensor, others: Tensor) -> Tensor:
+    """|correlation| of every standardised guess with every image; the guess has mean 0, so theirs may stay."""
+    pixels = others.shape[1]
+    variance = torch.einsum("np,np->n", others, others) / pixels - others.mean(dim=1).square()
+    length = variance.clamp(min=0).sqrt() * pixels**0.5
+    return torch.where(length > FLAT * pixels**0.5, (guess @ others.T).abs() / length, 0.0)
+
+
+def _copies(truth: Tensor, others: Tensor) -> Tensor:
+    """Which of the others are exact copies of each truth; only those of equal mean are compared in full."""
+    alike = (truth.mean(dim=1)[:, None] - others.mean(dim=1)).abs() < 1e-9
+    for victim in alike.any(dim=1).nonzero().flatten():
+        suspects = alike[victim].nonzero().flatten()
+        alike[victim, suspects] = (others[suspects] == truth[victim]).all(dim=1)
+    return alike
+
+
+def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The exact two-sided interval of a rate; (0, 1) where nothing was tried."""
+    if not 0 <= hits <= n:
+        raise ValueError(f"{hits} hits in {n} trials")
+    tail = (1 - confidence) / 2
+    low = float(beta.ppf(tail, hits, n - hits + 1)) if hits > 0 else 0.0
+    high = float(beta.ppf(1 - tail, hits + 1, n - hits)) if hits < n else 1.0
+    return low, high
+
+
+def identification_rate(identified: Tensor, chance: float, *, attacks: int = 1) -> dict[str, float]:
+    """The share identified with its interval, beside chance; the best of several attacks has as many chances."""
+    hits, n = int(identified.sum()), len(identified)
+    low, high = clopper_pearson(hits, n)
+    return {"rate": hits / n, "low": low, "high": high, "chance": min(1.0, chance * attacks)}

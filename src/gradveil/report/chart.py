@@ -1,0 +1,258 @@
+"""Coordinates of the page's charts; the templates draw them as SVG, so that names are escaped in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradveil.report.view import DefenseView, SummaryView, number
+from gradveil.report.words import digits, percent, rate_text
+
+WIDTH, HEIGHT = 520, 380
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
+DIRECT_LABELS = 6  # up to so many defenses are named at their points; beyond, they are numbered
+SPARK = (150, 56)
+SPARK_POINTS = 60
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    text: str
+
+
+@dataclass
+class Point:
+    """A defense on the privacy–utility chart, with its interval from `low` to `high`."""
+
+    defense: DefenseView
+    cost: float  # as measured; the rest is in pixels
+    x: float
+    y: float
+    low: float
+    high: float
+    tip: str
+    label: str = ""  # of the whole cluster, on its first point only
+    label_x: float = 0.0
+    label_y: float = 0.0
+    anchor: str = "start"
+
+
+@dataclass
+class Scatter:
+    x_title: str
+    x_note: str
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    points: list[Point]
+    numbered: bool
+    baseline: Tick | None
+    by_loss: bool
+    missing: list[str] = field(default_factory=list)
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    top: int = TOP
+    bottom: int = HEIGHT - BOTTOM
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers that cover the range."""
+    if high <= low:
+        high = low + 1
+    raw = (high - low) / count
+    step = 10 ** math.floor(math.log10(raw))
+    step *= next(m for m in (1, 2, 5, 10) if m * step >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def scale(domain: Sequence[float], start: float, end: float) -> Callable[[float], float]:
+    low, high = domain[0], domain[-1]
+    return lambda value: round(start + (value - low) / (high - low or 1) * (end - start), 2)
+
+
+def privacy_utility(view: SummaryView) -> Scatter | None:
+    """Leakage against cost: accuracy loss where it was measured, else how far the gradient was turned."""
+    leaking = [d for d in view.defenses if d.identified is not None]
+    by_loss = any(d.loss is not None and math.isfinite(d.loss) for d in leaking if not d.control)
+    value: Callable[[DefenseView], float | None] = _loss if by_loss else _turn
+    shown = [(d, v) for d in leaking if (v := value(d)) is not None and math.isfinite(v)]
+    if not shown:
+        return None
+    x_values = nice_ticks(min(0.0, *(v for _, v in shown)), max(0.0, *(v for _, v in shown)))
+    x = scale(x_values, LEFT, WIDTH - RIGHT)
+    y = scale([0.0, 1.0], HEIGHT - BOTTOM, TOP)
+    points = [_point(d, v, x(v), y, by_loss) for d, v in shown]
+    chart = Scatter(
+        x_title="accuracy loss (PDM, %)" if by_loss else "gradient cosine to the undefended update",
+        x_note="how much of the undefended test accuracy is lost" if by_loss else "1 = the update is unchanged",
+        x_ticks=[Tick(x(t), _tick(t, x_values) if by_loss else digits(1 - t, 2)) for t in x_values],
+        y_ticks=[Tick(y(t / 4), f"{25 * t}%") for t in range(5)],
+        points=points,
+        numbered=len(points) > DIRECT_LABELS,
+        baseline=_baseline(view, y),
+        by_loss=by_loss,
+        missing=[d.spec for d in view.defenses if d not in [s for s, _ in shown]],
+    )
+    _label(chart)
+    return chart
+
+
+def _loss(defense: DefenseView) -> float | None:
+    return 0.0 if defense.control and defense.loss is None and defense.accuracy is not None else defense.loss
+
+
+def _turn(defense: DefenseView) -> float | None:
+    """One minus the cosine, so that both kinds of chart have the cheap defenses on the left."""
+    if defense.cosine is None:
+        return 0.0 if defense.control else None
+    return 1 - defense.cosine
+
+
+def _tick(value: float, all_values: Sequence[float]) -> str:
+    step = all_values[1] - all_values[0]
+    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}".replace("-", "−")
+
+
+def _point(defense: DefenseView, cost: float, x: float, y: Callable[[float], float], by_loss: bool) -> Point:
+    rate = defense.identified
+    assert rate is not None  # only defenses with a rate come here
+    price = f"accuracy loss {digits(defense.loss, 1)}%" if by_loss else f"gradient cosine {digits(defense.cosine)}"
+    tip = f"{defense.spec}: {defense.verdict}; identified {rate_text(rate)}; {price}"
+    low = rate.rate if rate.low is None else rate.low
+    high = rate.rate if rate.high is None else rate.high
+    return Point(defense, cost, x, y(rate.rate), y(low), y(high), tip)
+
+
+def _baseline(view: SummaryView, y: Callable[[float], float]) -> Tick | None:
+    rate = view.baseline.identified if view.baseline else None
+    return Tick(y(rate.rate), f"no update at all: {percent(rate.rate)}") if rate else None
+
+
+def _label(chart: Scatter) -> None:
+    """Name every point beside it; points on one spot share a label. No label covers another or a point."""
+    clusters: list[list[Point]] = []
+    for point in chart.points:
+        home = next((c for c in clusters if math.dist((c[0].x, c[0].y), (point.x, point.y)) < 11), None)
+        if home:
+            home.append(point)
+        else:
+            clusters.append([point])
+    taken = [(p.x - 6, p.y - 6, p.x + 6, p.y + 6) for p in chart.points]
+    for cluster in clusters:
+        first = cluster[0]
+        names = [str(p.defense.index) if chart.numbered else _short(p.defense.spec) for p in cluster]
+        first.label = ", ".join(names)
+        width = 7.2 * len(first.label) + 4
+        spots = [
+            (first.x + dx, first.y + dy, anchor)
+            for dy in (4, -12, 20, -28, 36)
+            for dx, anchor in ((10, "start"), (-10, "end"))
+        ]
+        boxes = {spot: _box(spot, width) for spot in spots}
+        inside = [s for s in spots if boxes[s][0] >= LEFT + 2 and boxes[s][2] <= WIDTH and boxes[s][1] >= 0]
+        free = (s for s in inside if not any(_overlap(boxes[s], other) for other in taken))
+        spot = next(free, (inside or spots)[0])
+        first.label_x, first.label_y, first.anchor = spot
+        taken.append(boxes[spot])
+
+
+def _short(spec: str) -> str:
+    return spec if len(spec) <= 24 else spec[:23] + "…"
+
+
+def _box(spot: tuple[float, float, str], width: float) -> tuple[float, float, float, float]:
+    x, y, anchor = spot
+    left = x if anchor == "start" else x - width
+    return left, y - 11, left + width, y + 4
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    path: str  # the `points` of an SVG polyline
+    index: int
+    last: float
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Accuracy over rounds, one line a defense."""
+
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    lines: list[Line]
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    top: int = TOP
+    bottom: int = HEIGHT - BOTTOM
+
+
+def accuracy_curves(cells: Sequence[Mapping[str, Any]], view: SummaryView) -> Lines | None:
+    order = {d.spec: d.index for d in view.defenses}
+    curves = []
+    for cell in cells:
+        history = cell.get("history") or {}
+        values = [number(v) for v in history.get("acc_test") or []]
+        curve = [(i, v) for i, v in enumerate(values, 1) if v is not None and math.isfinite(v)]
+        if curve:
+            curves.append((str(cell.get("defense", "?")), curve))
+    if not curves:
+        return None
+    rounds = max(c[-1][0] for _, c in curves)
+    x_values = [t for t in nice_ticks(1, max(rounds, 2)) if t == int(t)]
+    lowest, highest = (f(v for _, c in curves for _, v in c) for f in (min, max))
+    y_values = nice_ticks(lowest, highest)
+    x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
+    lines = [
+        Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), order.get(name, 0), curve[-1][1])
+        for name, curve in sorted(curves, key=lambda c: order.get(c[0], 0))
+    ]
+    places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
+    return Lines(
+        [Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines
+    )
+
+
+@dataclass(frozen=True)
+class Spark:
+    """The objective of one attack over its iterations, small."""
+
+    path: str
+    first: str
+    last: str
+    steps: int
+    log: bool
+    width: int = SPARK[0]
+    height: int = SPARK[1]
+
+
+def objective_curve(history: Mapping[str, Any] | None) -> Spark | None:
+    """Logarithmic when the objective falls by more than a hundredfold."""
+    given = history or {}
+    values = [number(v) for v in given.get("objective") or []]
+    steps = [number(s) for s in given.get("step") or range(len(values))]
+    curve = [
+        (s, v) for s, v in zip(steps, values, strict=False) if s is not None and v is not None and math.isfinite(v)
+    ]
+    if len(curve) < 2:
+        return None
+    thin = max(1, math.ceil(len(curve) / SPARK_POINTS))
+    curve = curve[:-1:thin] + curve[-1:]
+    lowest, highest = min(v for _, v in curve), max(v for _, v in curve)
+    log = lowest > 0 and highest / lowest > 100
+    level = math.log10 if log else float
+    x = scale([curve[0][0], curve[-1][0]], 2, SPARK[0] - 2)
+    y = scale([level(lowest), level(highest)], SPARK[1] - 3, 3)
+    path = " ".join(f"{x(s)},{y(level(v))}" for s, v in curve)
+    return Spark(path, f"{curve[0][1]:.3g}", f"{curve[-1][1]:.3g}", int(curve[-1][0]), log)

@@ -1,0 +1,160 @@
+"""Pictures for the page: one strip of tiles per cell, each strip a PNG that is embedded once.
+
+A page must open at once even for fourteen defenses under twelve attacks, so all the strips together stay within a budget.
+When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from gradveil.errors import UserError
+from gradveil.report.folder import RunFolder
+from gradveil.report.view import SummaryView, number
+
+BUDGET = 9_000_000  # bytes of all strips as base64; leaves room for the tables of a large audit below 15 MB
+SIDES = (128, 96, 64)  # longest side of a tile in pixels: larger images are scaled down for the page alone
+MOST = 64  # tiles in a strip: browsers refuse very wide pictures
+ENOUGH = 8  # tiles that should be there before tiles are made smaller
+
+Place = tuple[int, int]  # victim, and which image of its batch
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One embedded picture and which of its tiles hold something."""
+
+    sprite: int
+    present: tuple[bool, ...]
+
+
+@dataclass
+class Pictures:
+    """All strips of a page. Every strip has one tile for each of `places`, in that order."""
+
+    places: list[Place] = field(default_factory=list)
+    first: set[Place] = field(default_factory=set)  # the tiles to show before the reader asks for more
+    total: int = 0  # private images of the run, shown or not
+    size: tuple[int, int] = (1, 1)  # of a tile: width, height
+    scaled_from: tuple[int, int] | None = None
+    sprites: list[str] = field(default_factory=list)  # PNG data URIs
+    originals: dict[str, Strip] = field(default_factory=dict)  # by defense
+    fed: dict[str, Strip] = field(default_factory=dict)  # by defense, only where it differs from the original
+    rebuilt: dict[str, Strip] = field(default_factory=dict)  # by cell
+    notes: list[str] = field(default_factory=list)
+
+
+def worst_of(cells: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The cell and the victim where most was given away: identified first, then the likest."""
+    pairs = [(cell, victim) for cell in cells for victim in cell.get("victims") or []]
+    return max(pairs, key=lambda pair: _likeness(pair[1]), default=None)
+
+
+def _likeness(victim: Mapping[str, Any]) -> tuple[bool, float, float]:
+    ssim, psnr = number(victim.get("ssim")), number(victim.get("psnr"))
+    return bool(victim.get("identified")), -math.inf if ssim is None else ssim, -math.inf if psnr is None else psnr
+
+
+def place_of(victim: Mapping[str, Any]) -> Place:
+    return int(victim.get("victim", 0)), int(victim.get("image") or 0)
+
+
+def collect(run: RunFolder, view: SummaryView) -> Pictures:
+    """Encode what is worth showing and fits."""
+    cells = {d.spec: [c for c in run.of_kind("attack") if c.get("defense") == d.spec] for d in view.defenses}
+    worst = [found for group in cells.values() if (found := worst_of(group))]
+    every = {place_of(v) for group in cells.values() for c in group for v in c.get("victims") or []}
+    # The worst victims lead, so that cutting the list never hides a worst case.
+    ranked = list(dict.fromkeys([place_of(victim) for _, victim in worst] + sorted(every)))
+    if not ranked:
+        return Pictures()
+    count, side = _fit(run, cells, ranked)
+    notes: list[str] = []
+    pictures = _encode(run, cells, sorted(ranked[:count]), side, notes.append)
+    pictures.first, pictures.total, pictures.notes = set(ranked[:ENOUGH]), len(every), notes
+    return pictures
+
+
+def _fit(run: RunFolder, cells: Mapping[str, list[Mapping[str, Any]]], ranked: list[Place]) -> tuple[int, int]:
+    """How many tiles a strip may have, and how large, judged by a sample of them."""
+    sample = ranked[:4]
+    count, wanted = 1, min(len(ranked), MOST)
+    for side in SIDES:
+        sampled = _encode(run, cells, sorted(sample), side, lambda _: None)
+        tile_bytes = sum(map(len, sampled.sprites)) / len(sample)
+        count = max(1, min(wanted, int(BUDGET / tile_bytes) if tile_bytes else wanted))
+        if count >= min(wanted, ENOUGH) or not sampled.scaled_from:
+            break
+    return count, side
+
+
+def _encode(
+    run: RunFolder,
+    cells: Mapping[str, list[Mapping[str, Any]]],
+    places: list[Place],
+    side: int,
+    note: Callable[[str], None],
+) -> Pictures:
+    pictures = Pictures(places=places)
+    known: dict[str, int] = {}
+
+    def strip(cell: Mapping[str, Any], name: str) -> Strip | None:
+        try:
+            images = run.images(cell, name, places)
+        except UserError as error:  # one broken file must not cost the page; the page says so
+            note(str(error))
+            return None
+        there = [image for image in images if image is not None]
+        if not there:
+            return None
+        height, width = there[0].shape[-2:]
+        scale = min(1.0, side / max(height, width))
+        pictures.size = max(1, round(width * scale)), max(1, round(height * scale))
+        pictures.scaled_from = (width, height) if scale < 1 else None
+        uri = _png([_tile(image, pictures.size) for image in images])
+        if uri not in known:
+            known[uri] = len(pictures.sprites)
+            pictures.sprites.append(uri)
+        return Strip(known[uri], tuple(image is not None for image in images))
+
+    for defense, group in cells.items():
+        for cell in group:
+            if rebuilt := strip(cell, "reconstruction"):
+                pictures.rebuilt[str(cell.get("key"))] = rebuilt
+                # The originals are those of the case and what is fed is the defense's: the first cell tells both.
+                if defense not in pictures.originals and (original := strip(cell, "original")):
+                    pictures.originals[defense] = original
+                    fed = strip(cell, "fed")
+                    if fed and fed.sprite != original.sprite:
+                        pictures.fed[defense] = fed
+    return pictures
+
+
+def _tile(image: NDArray[Any] | None, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """H × W × 3 or H × W pixels of a tile; grey where there is nothing."""
+    if image is None:
+        return np.full(size[::-1], 128, np.uint8)
+    levels = np.nan_to_num(image.astype(np.float64), nan=0.5, posinf=1.0, neginf=0.0).clip(0, 1)
+    # Two channels, or ten, have no colours of their own: their mean is shown.
+    pixels = levels.transpose(1, 2, 0) if len(levels) == 3 else levels.mean(0)
+    tile = Image.fromarray((pixels * 255).round().astype(np.uint8))
+    if tile.size != size:
+        tile = tile.resize(size, Image.Resampling.LANCZOS)
+    return np.asarray(tile)
+
+
+def _png(tiles: list[NDArray[np.uint8]]) -> str:
+    colour = any(tile.ndim == 3 for tile in tiles)
+    same = [np.repeat(t[..., None], 3, axis=2) if colour and t.ndim == 2 else t for t in tiles]
+    buffer = io.BytesIO()
+    Image.fromarray(np.concatenate(same, axis=1)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
