@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, dataclass_transform
+from typing import Any, Generic, TypeVar, cast
 
 import pydantic
 from pydantic.dataclasses import dataclass as _pydantic_dataclass
+from typing_extensions import dataclass_transform
 
 from gradveil.errors import UserError, unknown
 

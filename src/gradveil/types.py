@@ -51,11 +51,11 @@ class Batch:
 class LocalTraining:
     """What a client does in a round: one gradient (no `lr`), or steps of SGD whose weight delta it sends."""
 
-    epochs: int = Field(1, ge=1)
-    batch_size: int | None = Field(None, ge=1)  # None: the whole batch at once
-    lr: float | None = Field(None, gt=0)  # None: send the gradient itself
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    epochs: int = Field(default=1, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)  # None: the whole batch at once
+    lr: float | None = Field(default=None, gt=0)  # None: send the gradient itself
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
 
     @property
     def kind(self) -> Kind:

@@ -143,6 +143,7 @@ def test_shapes_must_agree():
         identify(torch.zeros(1, 1, 5, 5), torch.zeros(1), torch.zeros(1, 1, 5, 5), pool)
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 300), share=st.floats(0, 1), confidence=st.sampled_from([0.9, 0.95, 0.99]))
 def test_clopper_pearson_equals_scipy(n, share, confidence):
     hits = round(share * n)

@@ -67,6 +67,12 @@ def alexnet():
     )
 
 
+def save(folder, network, heads):
+    (folder / "lpips").mkdir()
+    save_file({f"features.{k}": v for k, v in network.state_dict().items()}, folder / "lpips" / NETWORKS["alex"].trunk)
+    save_file({f"lin{i}.weight": h for i, h in enumerate(heads)}, folder / "lpips" / NETWORKS["alex"].head)
+
+
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
     """A folder with weights drawn at random, and the network and heads that hold them."""
@@ -74,11 +80,7 @@ def drawn(tmp_path, monkeypatch):
         torch.manual_seed(0)
         network = alexnet()
         heads = [torch.rand(1, c, 1, 1) for c in (64, 192, 384, 256, 256)]
-    (tmp_path / "lpips").mkdir()
-    save_file(
-        {f"features.{k}": v for k, v in network.state_dict().items()}, tmp_path / "lpips" / NETWORKS["alex"].trunk
-    )
-    save_file({f"lin{i}.weight": h for i, h in enumerate(heads)}, tmp_path / "lpips" / NETWORKS["alex"].head)
+    save(tmp_path, network, heads)
     monkeypatch.setenv("GRADVEIL_DATA", str(tmp_path))
     return network, heads
 
@@ -102,6 +104,14 @@ def test_equals_a_plain_computation(drawn):
     with torch.no_grad():
         for i in range(3):
             assert values[i].item() == pytest.approx(plainly(x[i], y[i], *drawn), rel=1e-4)
+
+
+def test_features_that_are_all_zero_give_a_number(tmp_path, monkeypatch):
+    network = alexnet()
+    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in network.parameters())), network.parameters())
+    save(tmp_path, network, [torch.ones(1, c, 1, 1) for c in (64, 192, 384, 256, 256)])
+    monkeypatch.setenv("GRADVEIL_DATA", str(tmp_path))
+    assert lpips(torch.zeros(1, 1, 28, 28), torch.ones(1, 1, 28, 28)).tolist() == [0]
 
 
 def test_an_exact_match_is_zero_and_order_does_not_matter(drawn):

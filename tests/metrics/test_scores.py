@@ -61,7 +61,8 @@ def test_images_that_are_not_finite_fail_and_stay_in_the_average(pool):
     broken = truth.clone()
     broken[1, 0, 3, 3] = float("nan")
     broken[2, 0, 0, 0] = float("inf")
-    scores = score(truth, labels, broken, pool=pool)
+    scores = score(truth, labels, broken[[1, 0, 3, 2]], pool=pool)  # broken ones first and last: order counts
+    assert set(scores.order[[1, 2]].tolist()) == {0, 3}
     assert scores.failed.tolist() == [False, True, True, False]
     assert scores.identified.tolist() == [True, False, False, True]
     grey = torch.full_like(truth[1:3], 0.5)
@@ -127,7 +128,10 @@ def test_nothing_to_summarize_is_an_error():
 def test_thirty_two_victims_in_well_under_a_second():
     images = torch.rand(20_000, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     pool = Batch(images, torch.arange(20_000) % 10)
-    started = time.perf_counter()
-    scores = score_all(images[:32, None], pool.y[:32, None], images[:32, None], pool=pool, lpips=None)
-    assert time.perf_counter() - started < 2  # about 0.05 s on one idle core
+    seconds = []
+    for _ in range(3):  # processor time, and the best of three: other work on the machine says nothing about ours
+        started = time.process_time()
+        scores = score_all(images[:32, None], pool.y[:32, None], images[:32, None], pool=pool, lpips=None)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 1  # about 0.05 on an idle core
     assert all(s.identified.all() for s in scores)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradveil.data.catalogue import KNOWN, Known
 from gradveil.data.dataset import DataSet
-from gradveil.data.raw import MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat, shape_text
+from gradveil.data.raw import MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat, one_line, shape_text
 from gradveil.data.readers.image_folder import decode
 from gradveil.data.resize import fit
-from gradveil.data.source import resolve
+from gradveil.data.source import Source, resolve
 from gradveil.data.split import keys, split, thin, without
 from gradveil.errors import UserError
 from gradveil.types import Batch, generator
@@ -41,12 +41,12 @@ def load(source: object, *, seed: int = 0, num_classes: int | None = None) -> Da
         return source
     found = resolve(source)
     name, options, known = found.name, found.options, found.known
-    raw = _gather(found.read(_sized(options, known)), _sized(options, known), seed, name)
+    raw = _gather(found, _sized(options, known), seed)
     count, class_names = _classes(raw, num_classes, known, name)
     private, public, test = split(raw.train, raw.test, options, seed=seed, name=name)
     borrowed = options.public if options.public not in (None, NONE) else None
     if borrowed:
-        public = _borrow(borrowed, private, test, options, seed, name)
+        public = _borrow(borrowed, private, test, options, seed=seed, name=name)
     shared = _batch(public)
     mean, std = _normalisation(shared.x, known)
     return DataSet(name, _batch(private), shared, _batch(test), count, class_names, mean, std, borrowed)
@@ -59,15 +59,21 @@ def _sized(options: Options, known: Known | None) -> Options:
     return Options(**{**vars(options), "size": known.size})
 
 
-def _gather(raw: Raw, options: Options, seed: int, name: str) -> Raw:
+def _gather(source: Source, options: Options, seed: int) -> Raw:
     """As many images as are wanted, decoded, of the size that is wanted; both parts alike."""
+    name = source.name
+    try:
+        raw = source.read(options)
+    except (OSError, UnicodeError) as error:  # a file that may not be read, or is not the text it should be
+        raise UserError(f"{name}: {one_line(error)}") from None
     parts = [raw.train] if raw.test is None else [raw.train, raw.test]
     total = sum(len(part) for part in parts)
     if total < MIN_IMAGES:
         raise UserError(f"{name}: {total} images are too few to share out; at least {MIN_IMAGES} are needed.")
     if options.limit and options.limit < total:
+        train = min(max(1, round(len(raw.train) * options.limit / total)), options.limit + 1 - len(parts))
         random = generator(seed, "limit")
-        parts = [thin(part, max(1, round(len(part) * options.limit / total)), random) for part in parts]
+        parts = [thin(part, most, random) for part, most in zip(parts, (train, options.limit - train), strict=False)]
     done = []
     for part in parts:
         x = part.x if isinstance(part.x, np.ndarray) else decode(part.x, options.size)
@@ -84,6 +90,8 @@ def _gather(raw: Raw, options: Options, seed: int, name: str) -> Raw:
 
 def _classes(raw: Raw, given: int | None, known: Known | None, name: str) -> tuple[int, tuple[str, ...]]:
     """How many classes there are, and what they are called."""
+    if given is not None and given < 2:
+        raise UserError(f"{name}: {given} classes are too few; at least two are needed.")
     labels = np.concatenate([part.y for part in (raw.train, raw.test) if part is not None])
     class_names = raw.class_names or (known.class_names if known else None) or ()
     count = given or (known.num_classes if known else 0) or len(class_names)
@@ -100,11 +108,11 @@ def _classes(raw: Raw, given: int | None, known: Known | None, name: str) -> tup
     return count, (*class_names[:count], *(str(i) for i in range(len(class_names), count)))
 
 
-def _borrow(text: str, private: Images, test: Images, options: Options, seed: int, name: str) -> Images:
+def _borrow(text: str, private: Images, test: Images, options: Options, *, seed: int, name: str) -> Images:
     """Another set's images as the public part, but for those that are here already."""
     other = resolve(text)
     sized = _sized(Options(size=options.size, limit=options.limit), other.known)
-    raw = _gather(other.read(sized), sized, seed, other.name)
+    raw = _gather(other, sized, seed)
     images = raw.train if raw.test is None else concat([raw.train, raw.test])
     if images.pixels.shape[1:] != private.pixels.shape[1:]:
         theirs, ours = (shape_text(part.pixels.shape[1:]) for part in (images, private))

@@ -64,7 +64,10 @@ class Raw:
 
 
 def concat(parts: Sequence[Images]) -> Images:
-    return Images(np.concatenate([p.pixels for p in parts]), np.concatenate([p.y for p in parts]))
+    pixels = [part.pixels for part in parts]
+    if len({x.dtype for x in pixels}) > 1:  # bytes and floats do not count alike
+        pixels = [x.astype(np.float32) / 255 if x.dtype == np.uint8 else x for x in pixels]
+    return Images(np.concatenate(pixels), np.concatenate([part.y for part in parts]))
 
 
 def checked(x: Array, y: Array, where: str) -> Images:
@@ -96,6 +99,7 @@ def checked_pixels(x: Array, where: str) -> Array:
             raise UserError(
                 f"{where}: pixels run from {low:.3g} to {high:.3g}; give uint8, or floats in [0, 1], not normalised."
             )
+        x = x.astype(np.float32, copy=False)
     return x
 
 

@@ -70,9 +70,9 @@ def split(
     test = drawn if test is None else test
     if people is not None:
         public = without(people, {*keys(private), *keys(test)})
-    parts = (
-        {"private": private, "test": test} if options.public else {"private": private, "public": public, "test": test}
-    )
+    parts = {"private": private, "test": test}
+    if options.public is None and options.private is None:  # who asks for all images to be private leaves none public
+        parts["public"] = public
     for what, images in parts.items():
         if not len(images):
             raise UserError(
@@ -92,10 +92,6 @@ def _sizes(n: int, options: Options, *, test_given: bool, name: str) -> tuple[in
     if asked > n:
         raise UserError(f"{name}: private={asked} asks for more images than there are to share out ({n}).")
     shown = round((n - asked) * public / (public + test)) if public else 0
-    if public and not shown:
-        raise UserError(
-            f"{name}: private={asked} of {n} images leaves none public; ask for fewer, or add public=none or =SET."
-        )
     return asked, shown, n - asked - shown if test else 0
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradveil.report.view import DefenseView, SummaryView, number
-from gradveil.report.words import digits, percent, rate_text
+from gradveil.report.view import DefenseView, SummaryView, mapping, number
+from gradveil.report.words import digits, percent, rate_text, shorten
 
 WIDTH, HEIGHT = 520, 380
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
 DIRECT_LABELS = 6  # up to so many defenses are named at their points; beyond, they are numbered
 SPARK = (150, 56)
 SPARK_POINTS = 60
@@ -143,26 +143,29 @@ def _label(chart: Scatter) -> None:
         else:
             clusters.append([point])
     taken = [(p.x - 6, p.y - 6, p.x + 6, p.y + 6) for p in chart.points]
+    taken += [(p.x - 3, p.high, p.x + 3, p.low) for p in chart.points]
     for cluster in clusters:
         first = cluster[0]
-        names = [str(p.defense.index) if chart.numbered else _short(p.defense.spec) for p in cluster]
+        names = [str(p.defense.index) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster]
         first.label = ", ".join(names)
         width = 7.2 * len(first.label) + 4
         spots = [
             (first.x + dx, first.y + dy, anchor)
-            for dy in (4, -12, 20, -28, 36)
-            for dx, anchor in ((10, "start"), (-10, "end"))
+            for dy in (-8, 17, 4, -24, 33, -40, 49)  # beside the point, off its whisker and off the grid lines
+            for dx, anchor in ((8, "start"), (-8, "end"))
         ]
         boxes = {spot: _box(spot, width) for spot in spots}
-        inside = [s for s in spots if boxes[s][0] >= LEFT + 2 and boxes[s][2] <= WIDTH and boxes[s][1] >= 0]
-        free = (s for s in inside if not any(_overlap(boxes[s], other) for other in taken))
-        spot = next(free, (inside or spots)[0])
+        inside = [
+            s
+            for s in spots
+            if boxes[s][0] >= LEFT + 2
+            and boxes[s][2] <= WIDTH
+            and boxes[s][1] >= 0
+            and boxes[s][3] <= HEIGHT - BOTTOM + 4
+        ]
+        spot = min(inside or spots, key=lambda s: sum(_overlap(boxes[s], other) for other in taken))
         first.label_x, first.label_y, first.anchor = spot
         taken.append(boxes[spot])
-
-
-def _short(spec: str) -> str:
-    return spec if len(spec) <= 24 else spec[:23] + "…"
 
 
 def _box(spot: tuple[float, float, str], width: float) -> tuple[float, float, float, float]:
@@ -171,8 +174,9 @@ def _box(spot: tuple[float, float, str], width: float) -> tuple[float, float, fl
     return left, y - 11, left + width, y + 4
 
 
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+    """The area that two boxes share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,9 @@ def accuracy_curves(cells: Sequence[Mapping[str, Any]], view: SummaryView) -> Li
     order = {d.spec: d.index for d in view.defenses}
     curves = []
     for cell in cells:
-        history = cell.get("history") or {}
+        history = mapping(cell.get("history"))
+        if cell.get("defense") not in order:
+            continue
         values = [number(v) for v in history.get("acc_test") or []]
         curve = [(i, v) for i, v in enumerate(values, 1) if v is not None and math.isfinite(v)]
         if curve:
@@ -215,13 +221,11 @@ def accuracy_curves(cells: Sequence[Mapping[str, Any]], view: SummaryView) -> Li
     y_values = nice_ticks(lowest, highest)
     x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
     lines = [
-        Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), order.get(name, 0), curve[-1][1])
-        for name, curve in sorted(curves, key=lambda c: order.get(c[0], 0))
+        Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), order[name], curve[-1][1])
+        for name, curve in sorted(curves, key=lambda c: order[c[0]])
     ]
     places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
-    return Lines(
-        [Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines
-    )
+    return Lines([Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines)
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ class Spark:
 
 def objective_curve(history: Mapping[str, Any] | None) -> Spark | None:
     """Logarithmic when the objective falls by more than a hundredfold."""
-    given = history or {}
+    given = mapping(history)
     values = [number(v) for v in given.get("objective") or []]
     steps = [number(s) for s in given.get("step") or range(len(values))]
     curve = [

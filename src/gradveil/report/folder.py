@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from gradveil.errors import UserError
+from gradveil.report.view import DefenseView, Row
 
 SCHEMA = 1
 
@@ -44,12 +45,12 @@ class RunFolder:
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [c for c in self.cells.values() if c.get("kind") == kind]
 
-    def attack_cell(self, defense: str, attack: str, key: str | None = None) -> Mapping[str, Any] | None:
-        """The cell of a row: by its key, else the first one of this defense under this attack."""
-        if key in self.cells:
-            return self.cells[str(key)]
-        named = (c for c in self.of_kind("attack") if c.get("defense") == defense and c.get("attack") == attack)
-        return next(named, None)
+    def attacked(self, defense: DefenseView) -> list[tuple[Row, Mapping[str, Any]]]:
+        """The attacks of a defense with their cells, strongest first. A folder may hold cells of other audits too."""
+        rows = sorted((r for r in defense.rows if r.against == "original"), key=lambda r: r.strength, reverse=True)
+        named = {(c.get("defense"), c.get("attack")): c for c in self.of_kind("attack")}
+        found = [(r, self.cells.get(r.cell or "") or named.get((defense.spec, r.attack))) for r in rows]
+        return [(row, cell) for row, cell in found if cell is not None]
 
     def images(self, cell: Mapping[str, Any], name: str, which: list[tuple[int, int]]) -> list[NDArray[Any] | None]:
         """Images (C × H × W) of a cell by (victim, image), without reading the rest; `None` for those not there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from gradveil.report.view import DefenseView, Row, SummaryView, number, texts, w
 
 PictureMode = Literal["none", "blurred", "shown"]
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
+
+LONG = 24  # entries of a list in the settings, such as class names, before it is cut
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update(digits=words.digits, percent=words.percent, seconds=words.seconds_text)
+    templates.filters.update(
+        spec=breakable, digits=words.digits, spread=words.spread, percent=words.percent, seconds=words.seconds_text
+    )
     script = templates.get_template("script.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rows = [(d, r) for d in view.defenses for r in d.rows]
@@ -102,13 +107,15 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
         words=words,
         mode=pictures,
         pictures=shown,
-        script=Markup(script),  # noqa: S704 - our own file, without a word of the run in it
+        script=Markup(script),  # our own file, without a word of the run in it
         script_hash=digest,
         verdicts=[(d, worst_case(run, view, d, shown)) for d in view.defenses],
         choice=words.recommend(view),
         scatter=chart.privacy_utility(view),
         control_rows=sorted(
-            (r for r in control.rows if r.against == "original") if control else [], key=lambda r: r.strength, reverse=True
+            (r for r in control.rows if r.against == "original") if control else [],
+            key=lambda r: r.strength,
+            reverse=True,
         ),
         rows=rows,
         options={
@@ -117,6 +124,7 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
             "knowledge": list(dict.fromkeys(r.knowledge for _, r in rows)),
             "against": list(dict.fromkeys(r.against for _, r in rows)),
         },
+        has_updates=any(r.updates not in (None, 1) for _, r in rows),
         has_lpips=any(r.lpips.mean is not None for _, r in rows),
         galleries=list(galleries(run, view, shown)),
         accuracy=chart.accuracy_curves(run.of_kind("utility"), view),
@@ -127,13 +135,18 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
     )
 
 
+def breakable(spec: str) -> Markup:
+    """A spec that may be broken between its parts and nowhere else first."""
+    return Markup("<wbr>").join(re.split(r"(?<=[:,+])", spec))
+
+
 def class_names(view: SummaryView) -> list[str]:
     return texts(view.case.get("class_names"))
 
 
 def worst_case(run: RunFolder, view: SummaryView, defense: DefenseView, shown: Pictures) -> WorstCase | None:
     """The one private image of which most was rebuilt, in words and, if there are any, in pictures."""
-    found = worst_of([c for c in run.of_kind("attack") if c.get("defense") == defense.spec])
+    found = worst_of(run, defense)
     if found is None:
         return None
     cell, victim = found
@@ -147,7 +160,9 @@ def worst_case(run: RunFolder, view: SummaryView, defense: DefenseView, shown: P
     return WorstCase(
         text,
         Tile(original.sprite, column, f"Private image, {label}" if label else "Private image", "original"),
-        Tile(rebuilt.sprite, column, f"The same image as rebuilt by {attack}", "rebuilt", bool(victim.get("identified"))),
+        Tile(
+            rebuilt.sprite, column, f"The same image as rebuilt by {attack}", "rebuilt", bool(victim.get("identified"))
+        ),
     )
 
 
@@ -158,23 +173,25 @@ def galleries(run: RunFolder, view: SummaryView, shown: Pictures) -> Iterator[Ga
         original = shown.originals.get(defense.spec)
         if original is None:
             continue
-        ranked = sorted((r for r in defense.rows if r.against == "original"), key=lambda r: r.strength, reverse=True)
-        cells = [(r, c) for r in ranked if (c := run.attack_cell(defense.spec, r.attack, r.cell)) is not None]
-        drawn = [(r, c, s) for r, c in cells if (s := shown.rebuilt.get(str(c.get("key"))))]
+        drawn = [(r, c, s) for r, c in run.attacked(defense) if (s := shown.rebuilt.get(str(c.get("key"))))]
         if not drawn:
             continue
         victims = {place_of(v): v for v in drawn[0][1].get("victims") or []}
-        heads = [
-            (who(p, many), label_of(victims.get(p, {}), names), p not in shown.first) for p in shown.places
-        ]
+        heads = [(who(p, many), label_of(victims.get(p, {}), names), p not in shown.first) for p in shown.places]
         rows = [GalleryRow("original", "", _tiles(original, "Private image", shown, many))]
         if defense.spec in shown.fed:
-            rows.append(GalleryRow("fed to the network", "", _tiles(shown.fed[defense.spec], "Image as fed", shown, many)))
-        rows += [_gallery_row(r, c, s, shown, many, rank >= STRONGEST) for rank, (r, c, s) in enumerate(drawn)]
+            rows.append(
+                GalleryRow("fed to the network", "", _tiles(shown.fed[defense.spec], "Image as fed", shown, many))
+            )
+        rows += [
+            _gallery_row(r, c, s, shown, many=many, more=rank >= STRONGEST) for rank, (r, c, s) in enumerate(drawn)
+        ]
         yield Gallery(defense, heads, rows)
 
 
-def _gallery_row(row: Row, cell: Mapping[str, Any], strip: Strip, shown: Pictures, many: bool, more: bool) -> GalleryRow:
+def _gallery_row(
+    row: Row, cell: Mapping[str, Any], strip: Strip, shown: Pictures, *, many: bool, more: bool
+) -> GalleryRow:
     by_place = {place_of(v): v for v in cell.get("victims") or []}
     tiles = [
         Tile(strip.sprite, i, f"{who(p, many)} rebuilt by {row.attack}", short_scores(v), bool(v.get("identified")))
@@ -183,7 +200,11 @@ def _gallery_row(row: Row, cell: Mapping[str, Any], strip: Strip, shown: Picture
         for i, p in enumerate(shown.places)
         for v in [by_place.get(p, {})]
     ]
-    note = f"identified {words.rate_text(row.identified)}, PSNR {words.digits(row.psnr.mean, 1)} dB"
+    note = (
+        f"identified {words.rate_text(row.identified)}, PSNR {words.digits(row.psnr.mean, 1)} dB"
+        if row.ok
+        else row.status
+    )
     return GalleryRow(row.attack, note, tiles, more)
 
 
@@ -205,7 +226,7 @@ def who(place: Place, many: bool) -> str:
 def label_of(victim: Mapping[str, Any], names: list[str]) -> str:
     label = victim.get("label")
     if isinstance(label, int) and 0 <= label < len(names):
-        return names[label]
+        return f"class {names[label]}"
     return "" if label is None else f"class {label}"
 
 
@@ -222,8 +243,8 @@ def short_scores(victim: Mapping[str, Any]) -> str:
 def objectives(run: RunFolder, view: SummaryView) -> Iterator[tuple[DefenseView, list[tuple[str, chart.Spark]]]]:
     """The attacks' own objectives, a small curve each, by defense."""
     for defense in view.defenses:
-        cells = [c for c in run.of_kind("attack") if c.get("defense") == defense.spec]
-        drawn = [(str(c.get("attack", "?")), s) for c in cells if (s := chart.objective_curve(c.get("history")))]
+        cells = run.attacked(defense)
+        drawn = [(row.attack, s) for row, cell in cells if (s := chart.objective_curve(cell.get("history")))]
         if drawn:
             yield defense, drawn
 
@@ -235,6 +256,8 @@ def flatten(given: Mapping[str, Any], before: str = "") -> Iterator[Setting]:
         if isinstance(value, Mapping):
             yield from flatten(value, f"{name}.")
         elif isinstance(value, (list, tuple)):
-            yield Setting(name, ", ".join(map(str, value)) or words.NOTHING)
+            more = f" … ({len(value)} in all)" if len(value) > LONG else ""
+            yield Setting(name, ", ".join(map(str, value[:LONG])) + more or words.NOTHING)
         else:
-            yield Setting(name, words.NOTHING if value is None else str(value))
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            yield Setting(name, words.NOTHING if value is None else text)

@@ -1,7 +1,7 @@
 """Pictures for the page: one strip of tiles per cell, each strip a PNG that is embedded once.
 
-A page must open at once even for fourteen defenses under twelve attacks, so all the strips together stay within a budget.
-When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
+A page must open at once even for fourteen defenses under twelve attacks, so all the strips together stay within a
+budget. When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from PIL import Image
 
 from gradveil.errors import UserError
 from gradveil.report.folder import RunFolder
-from gradveil.report.view import SummaryView, number
+from gradveil.report.view import DefenseView, SummaryView, number
 
-BUDGET = 9_000_000  # bytes of all strips as base64; leaves room for the tables of a large audit below 15 MB
+BUDGET = 11_000_000  # bytes of all strips as base64; leaves room for the tables of a large audit below 15 MB
 SIDES = (128, 96, 64)  # longest side of a tile in pixels: larger images are scaled down for the page alone
 MOST = 64  # tiles in a strip: browsers refuse very wide pictures
 ENOUGH = 8  # tiles that should be there before tiles are made smaller
@@ -53,9 +53,9 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def worst_of(cells: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+def worst_of(run: RunFolder, defense: DefenseView) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """The cell and the victim where most was given away: identified first, then the likest."""
-    pairs = [(cell, victim) for cell in cells for victim in cell.get("victims") or []]
+    pairs = [(cell, victim) for row, cell in run.attacked(defense) if row.ok for victim in cell.get("victims") or []]
     return max(pairs, key=lambda pair: _likeness(pair[1]), default=None)
 
 
@@ -70,8 +70,8 @@ def place_of(victim: Mapping[str, Any]) -> Place:
 
 def collect(run: RunFolder, view: SummaryView) -> Pictures:
     """Encode what is worth showing and fits."""
-    cells = {d.spec: [c for c in run.of_kind("attack") if c.get("defense") == d.spec] for d in view.defenses}
-    worst = [found for group in cells.values() if (found := worst_of(group))]
+    cells = {d.spec: [cell for _, cell in run.attacked(d)] for d in view.defenses}
+    worst = [found for d in view.defenses if (found := worst_of(run, d))]
     every = {place_of(v) for group in cells.values() for c in group for v in c.get("victims") or []}
     # The worst victims lead, so that cutting the list never hides a worst case.
     ranked = list(dict.fromkeys([place_of(victim) for _, victim in worst] + sorted(every)))

@@ -1,4 +1,4 @@
-"""`Report`: what `gradveil.audit` returns. The summary as it stands in `summary.json`, with a few ways to look at it."""
+"""`Report`: what `gradveil.audit` returns. The summary as it stands in `summary.json`, and a few ways to look at it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gradveil.errors import UserError
@@ -21,16 +20,18 @@ from gradveil.report.html import PictureMode, write_report
 from gradveil.report.view import LEAKS, METRICS, NO_LEAK, UNREFUTED, SummaryView, mapping, texts
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _NESTED = {
-    **{metric: ("mean", "std", "min", "max") for metric in METRICS},
+    **dict.fromkeys(METRICS, ("mean", "std", "min", "max")),
     "identified": ("rate", "low", "high", "chance"),
 }
+_FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "updates", "scored", "failed")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """The finding of an audit, and the folder of its run if it has one."""
 
@@ -44,6 +45,8 @@ class Report:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per defense, attack and truth it is scored against; `psnr.mean` becomes `psnr_mean`."""
+        import pandas as pd
+
         rows = []
         for defense in self.summary.get("defenses") or []:
             shared = {"verdict": defense.get("verdict"), "stage": "+".join(texts(defense.get("stage")))}
@@ -52,7 +55,11 @@ class Report:
             for attack in defense.get("attacks") or []:
                 named = {"defense": defense.get("spec"), "attack": attack.get("spec")}
                 rows.append(named | _flat({k: v for k, v in attack.items() if k != "spec"}) | shared)
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(rows)
+        measured = [f"{key}_{part}" for key, parts in _NESTED.items() for part in parts]
+        frame = frame.astype({name: float for name in measured if name in frame})  # null becomes NaN
+        first = [name for name in _FIRST if name in frame]
+        return frame[[*first, *(name for name in frame if name not in first)]]
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """Leakage against cost, one point a defense, with confidence intervals."""
@@ -71,22 +78,23 @@ class Report:
                 continue
             low = rate.rate if rate.low is None else rate.low
             high = rate.rate if rate.high is None else rate.high
-            error = [[rate.rate - low], [high - rate.rate]]
+            error = [[max(0.0, rate.rate - low)], [max(0.0, high - rate.rate)]]
             ax.errorbar(point.cost, rate.rate, error, marker=marker, color=colour, capsize=3, linestyle="none")
-            # Dollar signs would start a formula.
+            right = point.x < (chart.left + chart.right) / 2  # the label stays inside the frame
+            offset = (6 if right else -6, -11 if rate.rate > 0.9 else 5)
+            # A dollar sign would start a formula.
             name = words.plain(point.defense.spec).replace("$", r"\$")
-            ax.annotate(name, (point.cost, rate.rate), xytext=(6, 5), textcoords="offset points", fontsize=8)
+            side = "left" if right else "right"
+            ax.annotate(name, (point.cost, rate.rate), offset, textcoords="offset points", ha=side, fontsize=8)
         ax.set_xlabel(chart.x_title)
         ax.set_ylabel("identified private images")
         ax.set_ylim(-0.03, 1.03)
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         if not chart.by_loss:
             ax.xaxis.set_major_formatter(lambda value, _: f"{1 - value:.2f}")
+        ax.margins(x=0.12)
         ax.grid(alpha=0.25)
-        figure = ax.get_figure(root=True)
-        if figure is None:
-            raise UserError("these axes belong to no figure.")
-        return figure
+        return cast("Figure", ax.figure.figure)
 
     def save(self, folder: str | Path, pictures: PictureMode = "blurred") -> Path:
         """Copy the run's folder there (or write the summary alone, if there is none), with its page."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,12 +17,13 @@ _STYLES = {LEAKS: "bold red", UNREFUTED: "yellow"}  # what needs attention; the 
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-    """One line a defense: what the worst attacks got, what it costs, the verdict; below it the baseline."""
+    """One line a defense: the verdict, what the worst attacks got, what it costs; below them the baseline."""
     view = SummaryView.read(summary)
     costs = any(d.accuracy is not None for d in view.defenses)
     cosines = not costs and any(d.cosine is not None for d in view.defenses)
     out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     out.add_column("defense", overflow="fold", min_width=8)
+    out.add_column("verdict", min_width=6)  # so far left that no narrow window hides it
     out.add_column("best attack", overflow="fold", min_width=6)
     for name in ("PSNR", "SSIM", "ASR"):
         out.add_column(name, justify="right", no_wrap=True)
@@ -33,20 +33,20 @@ def table(summary: Mapping[str, Any]) -> Table:
         out.add_column("PDM", justify="right", no_wrap=True)
     if cosines:
         out.add_column("cosine", justify="right", no_wrap=True)
-    out.add_column("verdict", min_width=6)
     for defense in view.defenses:
         extra = []
         if costs:
             extra = [words.percent(defense.accuracy, 1), words.digits(defense.loss, 1)]
         if cosines:
             extra = [words.digits(defense.cosine)]
-        out.add_row(*_scores(defense), *extra, Text(defense.verdict, _STYLES.get(defense.verdict, "")))
+        verdict = Text(defense.verdict, _STYLES.get(defense.verdict, ""))
+        out.add_row(Text(words.plain(defense.spec)), verdict, *_scores(defense), *extra)
     if view.baseline:
         base = view.baseline
         figures = (words.digits(base.psnr.mean, 1), words.digits(base.ssim.mean), words.percent(base.asr))
         blanks = [""] * (2 * costs + cosines)
         out.add_section()
-        out.add_row("baseline", "no update", *figures, words.rate_text(base.identified), *blanks, "", style="dim")
+        out.add_row("baseline", "", "no update", *figures, words.rate_text(base.identified), *blanks, style="dim")
     return out
 
 
@@ -54,7 +54,7 @@ def _scores(defense: DefenseView) -> list[Text]:
     # Text, not strings: brackets in a spec are no markup.
     best = words.plain(defense.best.attack) if defense.best else words.NOTHING
     figures = (words.digits(defense.psnr.mean, 1), words.digits(defense.ssim.mean), words.percent(defense.asr))
-    return [Text(t) for t in (words.plain(defense.spec), best, *figures, words.rate_text(defense.identified))]
+    return [Text(t) for t in (best, *figures, words.rate_text(defense.identified))]
 
 
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
@@ -69,7 +69,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     for defense in view.defenses:
         for warning in defense.warnings:
             console.print(Text(f"Warning ({words.plain(defense.spec)}): {words.plain(warning)}", "yellow"))
-    console.print(Text(words.overall(view)))
-    choice = words.recommend(view)
-    heading = Text("Recommended: ", "bold") if choice.defense else Text()
-    console.print(Padding(heading + Text(words.plain(choice.text)), 0))
+    overall, choice = words.plain(words.overall(view)), words.recommend(view)
+    if not choice.text.startswith(overall):
+        console.print(Text(overall))
+    start = ("Recommended: ", "bold") if choice.defense else ""
+    console.print(Text.assemble(start, words.plain(choice.text)))

@@ -220,6 +220,7 @@ class SummaryView:
     granted: list[str]
     not_tested: list[str]
     command: str | None
+    scope: str | None
 
     @classmethod
     def read(cls, summary: Mapping[str, Any]) -> SummaryView:
@@ -241,6 +242,7 @@ class SummaryView:
             granted=texts(summary.get("granted")),
             not_tested=texts(summary.get("not_tested")),
             command=str(summary["command"]) if summary.get("command") else None,
+            scope=str(summary["scope"]) if summary.get("scope") else None,
         )
 
     @property

@@ -40,9 +40,15 @@ def digits(value: float | None, places: int = 2) -> str:
         return NOTHING
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if value != 0 and abs(value) < 10**-places:
-        return f"{value:.1e}"
-    return f"{value:.{places}f}".replace("-", "−")
+    if places > 2 and value != 0 and abs(value) < 10**-places:
+        return f"{value:.1e}"  # an MSE may be tiny; of an SSIM or a PSNR more places say nothing
+    text = f"{value:.{places}f}"
+    return text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
+
+
+def spread(value: float | None, places: int = 2) -> str:
+    """A standard deviation, with as many places as its mean and never an exponent."""
+    return NOTHING if value is None or math.isinf(value) else f"{value:.{places}f}"
 
 
 def percent(share: float | None, places: int = 0) -> str:
@@ -50,8 +56,10 @@ def percent(share: float | None, places: int = 0) -> str:
     if share is None:
         return NOTHING
     value = 100 * share
-    if not places and (0 < value < 1 or 99 < value < 100):
-        places = 1 if 0.1 <= value <= 99.9 else 2
+    if not places and 99 < value < 100:
+        value, places = min(value, 99.9), 1
+    if not places and 0 < value < 1:
+        places = 1 if value >= 0.1 else 2
     return f"{value:.{places}f}%"
 
 
@@ -76,6 +84,10 @@ def seconds_text(seconds: float | None) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def plural(count: int, word: str) -> str:
@@ -115,8 +127,8 @@ def verdict_sentence(defense: DefenseView) -> str:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
     if defense.verdict == UNREFUTED:
         return (
-            f"Unrefuted: {clause}{_bound(defense)}, but no attack here is built to break this defense, "
-            "so this is weak evidence."
+            f"Unrefuted: {clause}{_bound(defense)}; no attack here is built to break this defense, "
+            "so the evidence is weak."
         )
     return f"Not judged: {clause}."
 
@@ -133,13 +145,19 @@ def overall(view: SummaryView) -> str:
     judged = [d for d in view.defenses if not d.control]
     if not judged:
         return "No defense was audited." if not view.control else f"Undefended updates: {view.control.verdict}."
-    parts = []
-    for verdict in (LEAKS, NO_LEAK, UNREFUTED, NOT_JUDGED):
-        count = sum(d.verdict == verdict for d in judged)
-        if count:
-            phrase = {LEAKS: "leaks" if count == 1 else "leak", NOT_JUDGED: "not judged"}.get(verdict, verdict)
-            parts.append(f"{phrase}: {count}" if verdict in (NO_LEAK, NOT_JUDGED) else f"{count} {phrase}")
-    return f"Of {plural(len(judged), 'audited defense')}, " + "; ".join(parts) + "."
+    phrases = {
+        LEAKS: ("leaks", "leak"),
+        NO_LEAK: ("showed no leak", "showed no leak"),
+        UNREFUTED: ("is unrefuted", "are unrefuted"),
+        NOT_JUDGED: ("could not be judged", "could not be judged"),
+    }
+    counts = {verdict: sum(d.verdict == verdict for d in judged) for verdict in phrases}
+    if len(judged) == 1:
+        return f"The audited defense {judged[0].spec} {phrases[judged[0].verdict][0]}."
+    parts = [f"{count} {phrases[verdict][count > 1]}" for verdict, count in counts.items() if count]
+    if len(parts) == 1:
+        return f"All {parts[0].replace(' ', ' audited defenses ', 1)}."
+    return f"Of {len(judged)} audited defenses, {listing(parts)}."
 
 
 def training_state(view: SummaryView) -> str:
@@ -154,6 +172,8 @@ def scope(view: SummaryView, defense: DefenseView | None = None) -> str:
     """Where a verdict holds, as the audit wrote it or else from the case."""
     if defense is not None and defense.scope:
         return defense.scope
+    if view.scope:
+        return view.scope
     case = view.case
     steps = whole(case.get("local_steps")) or 1
     sent = "one gradient an update" if steps == 1 else f"{steps} local steps an update"
@@ -185,7 +205,7 @@ def not_tested(view: SummaryView) -> list[str]:
                 missing[row.attack, row.status, row.error or ""].append(defense.spec)
     for (attack, status, reason), specs in missing.items():
         where = f"against {specs[0]}" if len(specs) == 1 else f"against {len(specs)} defenses"
-        items.append(f"{attack} {where}: {status}" + (f" ({reason.rstrip('.')})" if reason else ""))
+        items.append(f"{attack} {where}: {status}" + (f" ({shorten(reason.rstrip('.'), 160)})" if reason else ""))
     return items
 
 
@@ -200,11 +220,6 @@ def caveats(view: SummaryView) -> list[str]:
         items.append(
             "Even undefended updates showed no leak here. The attacks did not work in this setting, so the audit "
             "says nothing about the defenses; try a larger budget or more attacks."
-        )
-    failed = sum(1 for d in view.defenses for r in d.rows if r.status == "failed")
-    if failed:
-        items.append(
-            f"{plural(failed, 'attack row')} failed and got nothing; a failed attack is not a defense that held."
         )
     return items
 
@@ -225,7 +240,7 @@ def recommend(view: SummaryView) -> Recommendation:
     if view.control is not None and view.control.verdict != LEAKS:
         return Recommendation(
             None,
-            "No recommendation: the attacks showed no leak even without a defense, so they cannot tell the defenses apart.",
+            "No recommendation: the attacks showed no leak even without a defense, so they cannot tell defenses apart.",
         )
     held = [d for d in audited if d.verdict in (NO_LEAK, UNREFUTED)]
     if not held:
@@ -280,12 +295,11 @@ def cost(view: SummaryView, defense: DefenseView) -> str:
 
 def assessment(view: SummaryView) -> str:
     """A paragraph to paste into a data-protection impact assessment."""
-    case, choice = view.case, recommend(view)
+    choice = recommend(view)
     sentences = [
         "Model updates sent during joint training can reveal the images they were computed from. "
         f"This risk was measured with Gradveil {view.version} (attack suite {view.suite}, "
-        f"{plural(len(view.attacks()), 'attack')}) for the model {case.get('model', NOTHING)} on the data "
-        f"{case.get('data', NOTHING)}: {scope(view)}.",
+        f"{plural(len(view.attacks()), 'attack')}) in this setting: {scope(view)}.",
         f"The adversary is whoever receives the updates, and was granted: {'; '.join(granted(view))}.",
     ]
     if view.control is not None:
@@ -296,7 +310,7 @@ def assessment(view: SummaryView) -> str:
     else:
         sentences.append(choice.text)
     sentences.append(
-        "Residual risk: the finding is bound to this scope, and attacks can show a leak but never prove that there is none. "
+        "Residual risk: the finding is bound to this scope, and attacks can show a leak but never that there is none. "
         f"Not tested: {'; '.join(not_tested(view))}."
     )
     sentences.append(

@@ -34,7 +34,7 @@ def read(folder: Path, options: Options) -> Raw:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "_")))
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__")))
 
 
 def by_class(folder: Path, names: Sequence[str] | None = None) -> tuple[Images, tuple[str, ...]]:

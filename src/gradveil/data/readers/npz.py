@@ -91,10 +91,15 @@ def _header(file: IO[bytes]) -> Header:
 
 def _load(path: Path, names: list[str]) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in names}
+        with zipfile.ZipFile(path) as archive:
+            return {name: _array(archive, name) for name in names}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged ({one_line(error)}).") from None
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> Array:
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-any-return]
 
 
 def _part(path: Path, part: str) -> Images:

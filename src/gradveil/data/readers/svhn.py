@@ -28,7 +28,7 @@ def _mat(path: Path) -> Images:
     try:
         shapes = {name: shape for name, shape, _ in whosmat(path)}  # of the headers alone
         if not {"X", "y"} <= shapes.keys():
-            raise UserError(f"{path}: needs the variables X and y.")
+            raise UserError(f"{path}: needs the variables X and y; is the file cut off?")
         if len(shapes["X"]) != 4 or math.prod(shapes["X"]) > MAX_BYTES or math.prod(shapes["y"]) != shapes["X"][3]:
             raise UserError(f"{path}: X is {shape_text(shapes['X'])}, y {shape_text(shapes['y'])}; these do not fit.")
         content = loadmat(path, variable_names=["X", "y"])

@@ -1,0 +1,1 @@
+"""Closed forms: what an update gives away exactly, without a search."""

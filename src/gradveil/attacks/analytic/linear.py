@@ -1,0 +1,60 @@
+"""The first fully connected layer with a bias gives its input exactly (Phong et al. 2017; Geiping et al. 2020).
+
+For one image ∇W = δ aᵀ and ∇b = δ, so a = ∇Wᵀδ/‖δ‖². Where that layer stands first, a is the image itself. For a batch,
+each row is a mixture of the images that switched its unit on: the rows with the largest signals are the guesses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.head import linear_layers
+from gradveil.attacks.registry import attack
+from gradveil.settings import settings
+from gradveil.types import Observation
+
+
+@attack("linear")
+@settings
+class Linear(Attack):
+    """The input of a fully connected first layer, by division."""
+
+    def applies(self, observation: Observation) -> str | None:
+        layers = linear_layers(observation)
+        if not layers:
+            return "the model has no fully connected layer with a bias"
+        width = observation.state[f"{layers[0]}.weight"].shape[1]
+        pixels = int(torch.tensor(observation.input_shape).prod())
+        if width != pixels:
+            return f"the first fully connected layer takes {width} features, not the {pixels} pixels"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        layer = linear_layers(target.first)[0]
+        images, scores = zip(*(self._one(o, layer) for o in target.observations), strict=True)
+        return Answer(torch.stack(images), torch.stack(scores))
+
+    def _one(self, observation: Observation, layer: str) -> tuple[Tensor, Tensor]:
+        tensors, count = observation.update.tensors, observation.knowledge.batch_size
+        weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
+        if count == 1:
+            a = weight.T @ bias / (bias**2).sum().clamp_min(1e-30)
+            error = (weight - torch.outer(bias, a)).norm() / weight.norm().clamp_min(1e-30)
+            return a.float().view(1, *observation.input_shape), error.float()
+        rows = bias.abs().argsort(descending=True)
+        guesses = weight[rows] / torch.where(bias[rows] == 0, torch.full_like(bias, 1e-30), bias[rows])[:, None]
+        return _spread(guesses, count).float().view(count, *observation.input_shape), torch.tensor(0.0)
+
+
+def _spread(guesses: Tensor, count: int) -> Tensor:
+    """Guesses that differ from each other, strongest first: two rows that saw one image alone are equal."""
+    kept = [guesses[0]]
+    for guess in guesses[1:]:
+        if len(kept) == count:
+            break
+        if all((guess - k).norm() > 0.05 * k.norm() for k in kept):
+            kept.append(guess)
+    kept += [guesses.mean(0)] * (count - len(kept))
+    return torch.stack(kept)

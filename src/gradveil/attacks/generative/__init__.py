@@ -1,0 +1,1 @@
+"""Attacks with a learned prior."""

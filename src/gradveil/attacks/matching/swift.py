@@ -1,0 +1,116 @@
+"""Swift: the strongest reconstruction for the least compute on the nets we know. Our own; no paper.
+
+Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: the global cosine
+is ruled by one layer on some initialisations, the layer-relative L2 is ill-conditioned on others. So:
+
+1. every victim starts once for each distance, all in one batched L-BFGS, down a ladder of TV weights (a strong prior
+   first, which chooses among what the update alone leaves open);
+2. all rows finish under one common distance, and the adversary keeps the row with the lowest residual;
+3. victims close to the truth but not there go down the ladder again from where they are;
+4. victims that did not converge get new starts, then signed Adam with a strong prior, which kinks (ReLU, max-pool) and
+   noise do not stop. Again the residual decides.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.matching.distances import Cosine, PerRow, RelativeL2
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.optimizers import LBFGS, Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.starts import Start
+from gradveil.attacks.registry import attack
+from gradveil.settings import settings
+
+DISTANCES = (Cosine(), RelativeL2())
+LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
+FINISH = ((1e-5, 40), (1e-6, 100))  # common distance: before and after the choice
+CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim stands
+
+
+@attack("swift")
+@settings
+class Swift(Attack):
+    """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual."""
+
+    restarts: int = Field(2, ge=0)  # further starts for victims that did not converge
+    cycles: int = Field(2, ge=0)  # further descents for victims that are close
+    converged: float = Field(1e-3, gt=0)  # residual (share of the update's size) below which a victim needs no new start
+    exact: float = Field(1e-6, gt=0)  # … and below which it is done
+    adam_steps: int = Field(1200, ge=0)  # for those that never converge
+
+    def run(self, target: Target) -> Answer:
+        x, residual, used = _portfolio(target, 0.1)
+        for again in range(self.restarts):
+            rows = _open(residual, self.converged)
+            if not rows or (again and float(residual[rows].min()) > 0.1):
+                break  # nothing left to do, or kinks and noise in the way: new starts do not help there
+            found = _portfolio(target.subset(rows), 0.1 if again == 0 else 0.5)
+            used += _keep_better(x, residual, rows, found)
+        for _ in range(self.cycles):
+            rows = [i for i in _open(residual, self.exact) if residual[i] < 0.1]
+            if not rows:
+                break
+            used += _keep_better(x, residual, rows, _cycle(target.subset(rows), x[rows]))
+        rows = _open(residual, 10 * self.converged)
+        if rows and self.adam_steps:
+            part = target.subset(rows)
+            steps = steps_for(part, self.adam_steps)
+            match = Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps=steps, box=True)
+            problem = Problem(part, match.distance, match.priors)
+            solution = solve(part, match, problem=problem)
+            found = (solution.x, problem.residual(solution.x, RelativeL2()), solution.iterations)
+            used += _keep_better(x, residual, rows, found)
+        return Answer(x, residual, iterations=used)
+
+
+def _portfolio(target: Target, scale: float) -> tuple[Tensor, Tensor, int]:
+    """Steps 1 and 2: images, residuals, evaluations."""
+    victims, each = target.shape[0], len(DISTANCES)
+    factor = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}[target.budget]
+    x = Start(scale=scale).draw(target, 1, target.rng).repeat_interleave(each, 0)
+    mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
+    used = 0
+    for distance, (weight, steps) in [(mixed, s) for s in LADDER] + [(RelativeL2(), FINISH[0])]:
+        x, count = _descend(target, distance, weight, int(steps * factor), x, each)
+        used += count
+    problem = Problem(target, RelativeL2(), (), restarts=each)
+    residual = torch.nan_to_num(problem.residual(x, RelativeL2()), nan=float("inf"))
+    pick = residual.unflatten(0, (victims, each)).argmin(1) + torch.arange(victims) * each
+    x, count = _descend(target, RelativeL2(), FINISH[1][0], int(FINISH[1][1] * factor), x[pick], 1)
+    residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
+    return x, torch.nan_to_num(residual, nan=float("inf")), used + count
+
+
+def _cycle(target: Target, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    used = 0
+    for distance, (weight, steps) in [*((Cosine(), s) for s in CYCLE), (RelativeL2(), FINISH[1])]:
+        x, count = _descend(target, distance, weight, steps, x, 1)
+        used += count
+    return x, Problem(target, RelativeL2(), ()).residual(x, RelativeL2()), used
+
+
+def _descend(target: Target, distance: object, weight: float, steps: int, x: Tensor, each: int) -> tuple[Tensor, int]:
+    optimizer = LBFGS(history=30)
+    match = Match(distance, (TV(weight, "smoothed"),), optimizer, steps=steps)  # type: ignore[arg-type]
+    problem = Problem(target, match.distance, match.priors, restarts=each)
+    solution = solve(target, match, problem=problem, start=x)
+    return solution.x, solution.iterations
+
+
+def _open(residual: Tensor, limit: float) -> list[int]:
+    return (residual > limit).nonzero().flatten().tolist()
+
+
+def _keep_better(x: Tensor, residual: Tensor, rows: list[int], found: tuple[Tensor, Tensor, int]) -> int:
+    new_x, new_residual, used = found
+    better = new_residual < residual[rows]
+    for place, row in enumerate(rows):
+        if better[place]:
+            x[row], residual[row] = new_x[place], new_residual[place]
+    return used

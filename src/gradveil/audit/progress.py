@@ -1,0 +1,105 @@
+"""What a person sees while an audit runs: bars on a terminal, a line for each finished cell elsewhere, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gradveil.audit.plan import Cell
+
+
+class Display:
+    """Shows nothing. The others show more."""
+
+    def start(self, total: int, stored: int) -> None: ...
+
+    def begin(self, cell: Cell) -> None: ...
+
+    def progress(self, cell: Cell, done: int, total: int) -> None: ...
+
+    def end(self, cell: Cell, content: dict[str, Any]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Lines(Display):
+    """One line for each finished cell."""
+
+    def __init__(self, console: Console):
+        self._console, self._done, self._total = console, 0, 0
+
+    def start(self, total: int, stored: int) -> None:
+        self._done, self._total = stored, total
+        if stored:
+            self._print(f"{stored} of {total} cells are done already")
+
+    def end(self, cell: Cell, content: dict[str, Any]) -> None:
+        self._done += 1
+        self._print(f"[{self._done}/{self._total}] {outcome(cell, content)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Bars(Display):
+    """A bar for the audit and one for every cell at work."""
+
+    def __init__(self, console: Console):
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(*columns, console=console, transient=True)
+        self._whole: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._parts: dict[str, float] = {}
+        self._finished = 0
+
+    def start(self, total: int, stored: int) -> None:
+        self._finished = stored
+        self._whole = self._bars.add_task("audit", total=total, completed=stored)
+        self._bars.start()
+
+    def begin(self, cell: Cell) -> None:
+        self._tasks[cell.key] = self._bars.add_task(str(cell), total=None)
+
+    def progress(self, cell: Cell, done: int, total: int) -> None:
+        self._bars.update(self._tasks[cell.key], completed=done, total=total)
+        self._parts[cell.key] = done / max(total, 1)
+        self._advance()
+
+    def end(self, cell: Cell, content: dict[str, Any]) -> None:
+        self._bars.remove_task(self._tasks.pop(cell.key))
+        self._parts.pop(cell.key, None)
+        self._finished += 1
+        self._advance()
+        self._bars.console.print(outcome(cell, content), markup=False, highlight=False, style="dim")
+
+    def stop(self) -> None:
+        self._bars.stop()
+
+    def _advance(self) -> None:
+        if self._whole is not None:
+            self._bars.update(self._whole, completed=self._finished + sum(self._parts.values()))
+
+
+def display_on(console: Console, quiet: bool) -> Display:
+    if quiet:
+        return Display()
+    return Bars(console) if console.is_terminal else Lines(console)
+
+
+def outcome(cell: Cell, content: dict[str, Any]) -> str:
+    """What became of a cell, in a line."""
+    if content["status"] != "ok":
+        return f"{cell}: {content['status']}: {content['error']}"
+    seconds = f" ({content['seconds']:.1f} s)"
+    if cell.kind != "attack":
+        return f"{cell}: done{seconds}"
+    row = content["rows"][0]
+    known = sum(bool(v["identified"]) for v in content["victims"])
+    return f"{cell}: {known} of {row['scored']} images identified, PSNR {row['psnr']['mean']:.1f} dB{seconds}"

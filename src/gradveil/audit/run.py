@@ -1,0 +1,52 @@
+"""From a case to a finished folder: what is stored already is taken, the rest is done, and all of it is judged."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from gradveil.audit.case import Case
+from gradveil.audit.plan import Plan, make_plan
+from gradveil.audit.progress import Display
+from gradveil.audit.store import RunFolder, default_folder
+from gradveil.audit.verdict import judge
+from gradveil.audit.workers import cores, run_here, run_in_workers
+from gradveil.report import Report, write_report
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C in the middle of a run: what is done is kept."""
+
+    def __init__(self, folder: Path, done: int, total: int):
+        super().__init__(
+            f"stopped; {done} of {total} cells are done and kept in {folder}. The same command goes on from there."
+        )
+
+
+def run_audit(
+    case: Case, out: Path | None = None, *, workers: int | None = None, display: Display | None = None
+) -> Report:
+    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process."""
+    begun = time.perf_counter()
+    plan, shown = make_plan(case), display or Display()
+    with RunFolder(out or default_folder(case)).opened(case) as folder:
+        left = [cell for cell in plan if folder.read(cell.key) is None]
+        shown.start(len(plan), len(plan) - len(left))
+        workers = cores() if workers is None else workers
+        try:
+            if workers == 0 or not case.spec.in_words:
+                run_here(left, case, folder, shown)
+            else:
+                run_in_workers(left, case, folder, shown, workers)
+        except KeyboardInterrupt:
+            done = sum(folder.read(cell.key) is not None for cell in plan)
+            raise Stopped(folder.path, done, len(plan)) from None
+        finally:
+            shown.stop()
+        summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
+        folder.finish(summary, time.perf_counter() - begun)
+        write_report(folder.path, case.spec.pictures)
+    return Report(summary, folder.path)
+
+
+__all__ = ["Plan", "Stopped", "run_audit"]

@@ -1,0 +1,141 @@
+"""Who does the cells: worker processes, or this one. Cells start when all that they wait for is stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from gradveil.audit.case import Case
+from gradveil.audit.cells import run_cell
+from gradveil.audit.plan import Cell
+from gradveil.audit.progress import Display
+from gradveil.audit.store import RunFolder
+from gradveil.errors import UserError
+
+Message = dict[str, Any]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_here(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display) -> None:
+    """One after another in this process, in the order of the plan."""
+    for cell in cells:
+        display.begin(cell)
+
+        def progress(done: int, total: int, cell: Cell = cell) -> None:
+            display.progress(cell, done, total)
+
+        display.end(cell, run_cell(cell, case, folder, progress))
+
+
+def run_in_workers(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, workers: int) -> None:
+    waiting, done = list(cells), {key for cell in cells for key in cell.needs} - {cell.key for cell in cells}
+    inbox: queue.Queue[tuple[Worker, Message | None]] = queue.Queue()
+    first = {"spec": case.spec.plain(), "folder": str(folder.path.absolute()), "path": sys.path}
+    crew = [Worker(first, inbox) for _ in range(min(workers, len(waiting)))]
+    try:
+        while waiting or any(w.cell for w in crew):
+            for worker in crew:
+                ready = next((c for c in waiting if done.issuperset(c.needs)), None)
+                if worker.cell is None and ready:
+                    waiting.remove(ready)
+                    worker.take(ready)
+                    display.begin(ready)
+            worker, message = inbox.get()
+            if message is None:
+                _bury(worker, folder, display, done)
+                crew.remove(worker)
+                if waiting:
+                    crew.append(Worker(first, inbox))
+            elif message["event"] == "refused":
+                raise UserError(message["error"])
+            elif message["event"] == "ready":
+                worker.ready = True
+            elif message["event"] == "progress" and worker.cell:
+                display.progress(worker.cell, message["done"], message["total"])
+            elif message["event"] == "done" and worker.cell:
+                done.add(worker.cell.key)
+                display.end(worker.cell, folder.outcome(worker.cell.key))
+                worker.cell = None
+    finally:
+        for worker in crew:
+            worker.stop()
+
+
+def _bury(worker: Worker, folder: RunFolder, display: Display, done: set[str]) -> None:
+    """A worker that died takes only its cell with it, unless it never got as far as working."""
+    why = worker.last_words()
+    if not worker.ready:
+        raise RuntimeError(f"a worker process could not start: {why}")
+    if worker.cell:
+        error = f"the worker process ended unexpectedly ({why})"
+        display.end(worker.cell, folder.write(worker.cell, {"status": "failed", "error": error, "traceback": why}))
+        done.add(worker.cell.key)
+
+
+class Worker:
+    """The parent's end of a worker process."""
+
+    def __init__(self, first: Message, inbox: queue.Queue[tuple[Worker, Message | None]]):
+        self.cell: Cell | None = None
+        self.ready = False
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("worker.py")),
+            ],  # not -m, which looks into the current folder first
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C reaches the parent alone
+        )
+        self._send(first)
+        threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
+
+    def take(self, cell: Cell) -> None:
+        self.cell = cell
+        self._send(cell.plain())
+
+    def stop(self) -> None:
+        self._process.kill()  # files are renamed into place, so there is nothing to be finished
+        self._process.wait()
+        self._errors.close()
+
+    def last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}; out of memory?"
+        return said[-1] if said else f"exit code {code}"
+
+    def _send(self, message: Message) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return  # it has died, which its listener reports
+
+    def _listen(self, inbox: queue.Queue[tuple[Worker, Message | None]]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            inbox.put((self, json.loads(line)))
+        inbox.put((self, None))

@@ -1,0 +1,130 @@
+"""`gradveil audit`: what can be rebuilt from the updates, under every defense and attack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from gradveil.audit.case import Case
+
+# typer reads these at run time, on Python 3.10 too: hence Optional and List.
+Text = Optional[str]  # noqa: UP045
+Whole = Optional[int]  # noqa: UP045
+Texts = Optional[list[str]]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+
+
+def command(  # noqa: PLR0917 - typer reads options off the signature
+    data: Annotated[Text, typer.Option(help="Name, path, or pkg.mod:factory. [mnist-5k]")] = None,
+    model: Annotated[Text, typer.Option(help="Name, or pkg.mod:factory. [lenet]")] = None,
+    defense: Annotated[Texts, typer.Option(help="name:key=value,…; + combines; repeat. [a first picture]")] = None,
+    attack: Annotated[Texts, typer.Option(help="name:key=value,… or the suite `standard`; repeat. [standard]")] = None,
+    victims: Annotated[Whole, typer.Option(help="How many private batches are attacked. [8]")] = None,
+    batch_size: Annotated[Whole, typer.Option(help="Images in a batch. [1]")] = None,
+    local_steps: Annotated[Whole, typer.Option(help="SGD steps before an update is sent. [1: a gradient]")] = None,
+    local_lr: Annotated[Optional[float], typer.Option(help="Learning rate of local steps. [0.01]")] = None,  # noqa: UP045
+    trained_rounds: Annotated[Whole, typer.Option(help="Attack a model trained by so many rounds. [0]")] = None,
+    trained_epochs: Annotated[Whole, typer.Option(help="Attack a model trained for so many epochs. [0]")] = None,
+    knowledge: Annotated[Text, typer.Option(help="realistic, paper or upper-bound. [realistic]")] = None,
+    budget: Annotated[Text, typer.Option(help="quick, standard or thorough. [quick]")] = None,
+    updates: Annotated[Whole, typer.Option(help="Updates of the same batch that the server sees. [1]")] = None,
+    seed: Annotated[Whole, typer.Option(help="All randomness comes from it. [0]")] = None,
+    classes: Annotated[Whole, typer.Option(help="Number of classes, where the data does not say.")] = None,
+    utility: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option("--utility/--no-utility", help="Train under each defense to see what it costs. [no]"),
+    ] = None,
+    out: Annotated[File, typer.Option(help="Folder of the run; the same command resumes it. [runs/…]")] = None,
+    workers: Annotated[Whole, typer.Option(help="Processes; 0: this one alone. [number of cores]", min=0)] = None,
+    pictures: Annotated[Text, typer.Option(help="In the page: none, blurred or shown. [blurred]")] = None,
+    config: Annotated[File, typer.Option(help="YAML file with an audit; options go before it.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the cells and an estimate, and stop.")] = False,
+    fail_if: Annotated[
+        Text, typer.Option(help="Exit with 1 if this holds for any defense, e.g. 'worst.ssim.max > 0.6'.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> int:
+    """Attack the updates of a model under each defense, and report what leaks.
+
+    With no options: a complete first audit on the embedded data.
+    """
+    from gradveil.audit.case import Case
+    from gradveil.audit.condition import Condition
+    from gradveil.audit.progress import display_on
+    from gradveil.audit.run import Stopped, run_audit
+    from gradveil.audit.spec import make_spec, read_spec
+    from gradveil.errors import UserError
+
+    options: dict[str, Any] = {
+        "data": data,
+        "model": model,
+        "defenses": defense or None,
+        "attacks": attack or None,
+        "victims": victims,
+        "batch_size": batch_size,
+        "local_steps": local_steps,
+        "local_lr": local_lr,
+        "trained_rounds": trained_rounds,
+        "trained_epochs": trained_epochs,
+        "knowledge": knowledge,
+        "budget": budget,
+        "updates": updates,
+        "seed": seed,
+        "num_classes": classes,
+        "utility": utility,
+        "pictures": pictures,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    spec = make_spec(given) if config is None else read_spec(config, **given)
+    condition = Condition(fail_if) if fail_if else None
+    if condition and any(f.startswith("utility.") for f in condition.fields) and not spec.utility:
+        raise UserError(f"--fail-if '{fail_if}' asks for the utility, which is measured only with --utility.")
+    case = Case(spec)
+    if plan:
+        _show_plan(case, out, workers)
+        return 0
+    try:
+        report = run_audit(case, out, workers=workers, display=display_on(Console(stderr=True), quiet))
+    except Stopped as stopped:
+        typer.echo(f"gradveil: {stopped}", err=True)
+        return 130
+    if not quiet:
+        from gradveil.report import print_summary
+
+        print_summary(report.summary, Console())
+        typer.echo(f"\nReport: {report.folder / 'report.html' if report.folder else ''}")
+    failing = [d["spec"] for d in report.summary["defenses"] if condition and condition.holds(d)]
+    if failing:
+        typer.echo(f"gradveil: {fail_if} holds for {', '.join(failing)}", err=True)
+    return 1 if failing else 0
+
+
+def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
+    from gradveil.audit.estimate import Estimate
+    from gradveil.audit.plan import make_plan
+    from gradveil.audit.store import RunFolder, default_folder
+    from gradveil.audit.workers import cores
+    from gradveil.report.words import seconds_text
+
+    folder, plan, estimate = RunFolder(out or default_folder(case)), make_plan(case), Estimate(case)
+    folder.check(case)
+    table = Table("cell", "kind", "seconds", box=None, pad_edge=False)
+    left = 0.0
+    for cell in plan:
+        stored = folder.read(cell.key) is not None
+        seconds = 0.0 if stored else estimate.seconds(cell)
+        left += seconds
+        table.add_row(str(cell), cell.kind, "stored" if stored else f"{seconds:.0f}")
+    console = Console()
+    console.print(table)
+    crew = max(1, cores() if workers is None else workers)
+    console.print(
+        f"{len(plan)} cells in {folder.path}; about {seconds_text(left / crew)} with {crew} at work. "
+        "An estimate: attacks may stop early, and some defenses take long to prepare.",
+        highlight=False,
+    )

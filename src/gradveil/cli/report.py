@@ -1,0 +1,24 @@
+"""`gradveil report RUN`: the table and the page of a stored run, made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished audit.", metavar="RUN")],
+    pictures: Annotated[str, typer.Option(help="In the page: none, blurred or shown.")] = "blurred",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Write the page of a stored run again, and print its table."""
+    from gradveil.report import Report, print_summary, write_report
+
+    report = Report.load(run)
+    page = write_report(run, pictures)  # type: ignore[arg-type]
+    if not quiet:
+        print_summary(report.summary, Console())
+        typer.echo(f"\nReport: {page}")

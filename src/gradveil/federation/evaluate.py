@@ -1,0 +1,26 @@
+"""How well a state does: which images it gets right, and the loss of each, in evaluation mode."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.federation.statistics import pieces
+from gradveil.gradients import ModelFunction
+from gradveil.types import Batch, Tensors
+
+PIECE = 256  # images at a time
+
+
+def judge(
+    model: ModelFunction, state: Tensors, batch: Batch, *, mean: Tensor, std: Tensor, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """For every image whether it is classified right, and its cross entropy. `rng` is for networks that draw noise."""
+    right, loss = [], []
+    with torch.no_grad():
+        for x, y in zip(pieces(batch.x, PIECE), pieces(batch.hard_labels, PIECE), strict=True):
+            logits = model(state, (x - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), model.draw_noise(len(x), rng))
+            right.append(logits.argmax(dim=1) == y)
+            loss.append(F.cross_entropy(logits, y, reduction="none"))
+    return torch.cat(right), torch.cat(loss)

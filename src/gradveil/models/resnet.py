@@ -1,0 +1,96 @@
+"""Residual networks (He et al. 2016) in their CIFAR form: a 3×3 stem without pooling, 1×1 convolutions as shortcuts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradveil.models.base import MODELS, Network, Shape, kaiming_
+from gradveil.settings import settings
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions beside a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
+        self.relu2 = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu1(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return self.relu2(out + self.shortcut(x))  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Sequential):
+    """Stem, stages that double the width and halve the side, average over the image, classifier."""
+
+    def __init__(self, blocks: tuple[int, ...], width: int, channels: int, num_classes: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        before = width
+        for stage, count in enumerate(blocks):
+            after = width * 2**stage
+            parts = [BasicBlock(before if i == 0 else after, after, 2 if i == 0 and stage else 1) for i in range(count)]
+            self.add_module(f"layer{stage + 1}", nn.Sequential(*parts))
+            before = after
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(before, num_classes)
+        kaiming_(self, nn.Conv2d, mode="fan_out")
+
+
+class _Residual(Network):
+    blocks: ClassVar[tuple[int, ...]]
+    width: int
+
+    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
+        return ResNet(self.blocks, self.width, input_shape[0], num_classes)
+
+
+@MODELS.register("resnet20")
+@settings
+class ResNet20(_Residual):
+    """Three stages of three blocks, width 16."""
+
+    blocks: ClassVar[tuple[int, ...]] = (3, 3, 3)
+    width: int = Field(default=16, ge=1)
+
+
+@MODELS.register("resnet20-4")
+@settings
+class ResNet20x4(_Residual):
+    """ResNet20 four times as wide; what ATS calls ResNet20."""
+
+    blocks: ClassVar[tuple[int, ...]] = (3, 3, 3)
+    width: int = Field(default=64, ge=1)
+
+
+@MODELS.register("resnet18")
+@settings
+class ResNet18(_Residual):
+    """Four stages of two blocks, as in LODA and GGL."""
+
+    blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
+    width: int = Field(default=64, ge=1)
+
+
+@MODELS.register("resnet34")
+@settings
+class ResNet34(_Residual):
+    """Four stages of 3, 4, 6 and 3 blocks."""
+
+    blocks: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+    width: int = Field(default=64, ge=1)

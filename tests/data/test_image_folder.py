@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gradveil.data import load
+from gradveil.errors import UserError
+
+
+def write(folder: Path, x: np.ndarray, y: np.ndarray, names: str = "abcd") -> list[Path]:
+    paths = []
+    for i, (image, label) in enumerate(zip(x, y, strict=True)):
+        path = folder / names[label] / f"{i:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.squeeze()).save(path)
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_sub_folders_are_classes(channels: int, tmp_path: Path, made: Callable) -> None:
+    x, y = made(channels=channels)
+    write(tmp_path, x, y)
+    data = load(str(tmp_path))
+    assert data.class_names == ("a", "b", "c", "d")
+    pool = data.pool()
+    pixels = (pool.x.numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
+    found = {image.tobytes(): int(label) for image, label in zip(pixels, pool.y, strict=True)}
+    assert found == {image.tobytes(): int(label) for image, label in zip(x, y, strict=True)}
+
+
+def test_train_and_test_above_the_classes(tmp_path: Path, made: Callable) -> None:
+    x, y = made()
+    write(tmp_path / "train", x[:28], y[:28])
+    write(tmp_path / "val", x[28:], y[28:])
+    data = load(tmp_path)
+    assert len(data.test) == 12
+    assert len(data.private) == 17
+    (tmp_path / "val" / "e").mkdir()
+    with pytest.raises(UserError, match="class 'e' does not occur"):
+        load(tmp_path)
+
+
+def test_mixed_colour_and_grey_become_colour(tmp_path: Path, made: Callable) -> None:
+    x, y = made(channels=1)
+    paths = write(tmp_path, x, y)
+    Image.fromarray(x[0].squeeze()).convert("RGBA").save(paths[0])
+    data = load(tmp_path)
+    assert data.input_shape == (3, 8, 8)
+    assert bool((data.pool().x.std(dim=1) == 0).all())  # grey in all three channels
+
+
+def test_sizes_must_agree_or_be_made_to(tmp_path: Path, made: Callable) -> None:
+    paths = write(tmp_path, *made())
+    wide = np.zeros((16, 32, 3), dtype=np.uint8)
+    wide[:, 8:24] = 200  # the middle square is all that a crop keeps
+    Image.fromarray(wide).save(paths[5])
+    with pytest.raises(UserError, match=r"005\.png: 16×32 pixels, but .* 8×8; size=N"):
+        load(tmp_path)
+    data = load(f"{tmp_path}:size=8")
+    assert data.input_shape == (3, 8, 8)
+    assert any(bool(((image * 255).round() == 200).all()) for image in data.pool().x)
+
+
+def test_the_file_that_cannot_be_read_is_named(tmp_path: Path, made: Callable) -> None:
+    paths = write(tmp_path, *made())
+    good = paths[7].read_bytes()
+    for content in (b"no picture", good[:-40], b""):
+        paths[7].write_bytes(content)
+        with pytest.raises(UserError, match=r"007\.png: not a readable picture"):
+            load(tmp_path)
+
+
+def test_sixteen_bits_are_refused_rather_than_clipped(tmp_path: Path, made: Callable) -> None:
+    paths = write(tmp_path, *made(channels=1))
+    Image.fromarray(np.full((8, 8), 4000, dtype=np.uint16)).save(paths[3])
+    with pytest.raises(UserError, match=r"003\.png: more than 8 bits"):
+        load(tmp_path)
+
+
+def test_empty_classes_loose_pictures_and_empty_folders(tmp_path: Path, made: Callable) -> None:
+    with pytest.raises(UserError, match="nothing to read here"):
+        load(tmp_path)
+    paths = write(tmp_path / "set", *made())
+    (tmp_path / "set" / "e").mkdir()
+    with pytest.raises(UserError, match="e: no pictures in this class"):
+        load(tmp_path / "set")
+    paths[0].rename(tmp_path / "set" / "loose.png")
+    with pytest.raises(UserError, match="one sub-folder for each class"):
+        load(tmp_path / "set")
+
+
+def test_pictures_of_absurd_size(tmp_path: Path, made: Callable) -> None:
+    paths = write(tmp_path, *made(channels=1))
+    Image.new("1", (9000, 9000)).save(paths[0])
+    with pytest.raises(UserError, match="9000×9000 pixels are too many"):
+        load(f"{tmp_path}:size=8")

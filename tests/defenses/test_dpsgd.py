@@ -1,0 +1,154 @@
+"""DP-SGD against gradients taken one by one, its noise against its formula, its accountant against the theory."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Client
+from gradveil.defenses import parse
+from gradveil.defenses.gradient import dpsgd
+from gradveil.defenses.gradient.dpsgd import DpSgd, epsilon_of, noise_for
+from gradveil.errors import UserError
+from gradveil.gradients import ModelFunction
+from gradveil.types import Batch, LocalTraining, Tensors, generator
+
+
+class Noisy(nn.Module):
+    """A network with a random part of its own, to see that each image keeps its draw."""
+
+    noise: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 3)
+        self.register_buffer("noise", torch.zeros(1, 8))
+
+    def draw(self, images: int, rng: torch.Generator) -> Tensor:
+        return torch.randn(images, 8, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x.flatten(1))) + self.noise)
+
+
+def setup(spec: str, module: nn.Module | None = None, training: LocalTraining | None = None) -> tuple[Client, Batch]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = module or nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+    batch = Batch(torch.rand(6, 1, 4, 4, generator=generator(0, "images")), torch.arange(6) % 3)
+    model = ModelFunction(module)
+    one = Client(
+        model,
+        parse(spec),
+        training or LocalTraining(),
+        state=model.state(),
+        private=batch,
+        public=None,
+        num_classes=3,
+        mean=torch.tensor([0.5]),
+        std=torch.tensor([0.25]),
+    )
+    return one, batch
+
+
+def norm(tensors: Tensors) -> float:
+    return math.sqrt(sum(float((g.double() ** 2).sum()) for g in tensors.values()))
+
+
+def test_each_image_is_clipped_by_itself():
+    plain, batch = setup("none")
+    state = plain.model.state()
+    single = [plain.round(state, batch[i : i + 1], 0)[0].tensors for i in range(6)]
+    clip = sorted(norm(g) for g in single)[2]  # three are above it, the others not
+    expected = {
+        name: sum(g[name] * min(1.0, clip / norm(g)) for g in single) / 6  # type: ignore[misc]
+        for name in single[0]
+    }
+    one, _ = setup(f"dpsgd:noise=0,clip={clip!r}")
+    update, trace = one.round(state, batch, 0)
+    for name, g in expected.items():
+        torch.testing.assert_close(update.tensors[name], g, atol=1e-7, rtol=1e-5)
+    factors = torch.tensor([min(1.0, clip / norm(g)) for g in single])
+    torch.testing.assert_close(trace.secrets["clipped"], factors)
+    assert int((factors < 1).sum()) == 3
+
+
+def test_chunks_change_nothing(monkeypatch):
+    one, batch = setup("dpsgd:noise=0,clip=0.5")
+    whole = one.round(one.model.state(), batch, 0)[0].tensors
+    monkeypatch.setattr(dpsgd, "CHUNK", 400)  # two images at a time: the model has 163 values
+    parts = one.round(one.model.state(), batch, 0)[0].tensors
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name])
+
+
+def test_a_random_network_keeps_each_images_draw():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = Noisy()
+    (plain, batch), (private, _) = setup("none", module), setup("dpsgd:noise=0,clip=1000", module)
+    state = plain.model.state()
+    expected, update = (one.round(state, batch, 0)[0].tensors for one in (plain, private))
+    for name, g in expected.items():
+        torch.testing.assert_close(update[name], g, atol=1e-6, rtol=1e-5)
+
+
+def test_noise_has_the_deviation_of_the_formula():
+    quiet, batch = setup("dpsgd:noise=0,clip=0.3")
+    loud, _ = setup("dpsgd:noise=2,clip=0.3")
+    state = quiet.model.state()
+    exact = quiet.round(state, batch, 0)[0].tensors
+    drawn = []
+    for key in range(60):
+        noisy = loud.round(state, batch, key)[0].tensors
+        drawn.append(torch.cat([(noisy[name] - exact[name]).flatten() for name in exact]))
+    noise = torch.cat(drawn)
+    assert loud.defense.std(6) == pytest.approx(2 * 0.3 / 6)
+    assert float(noise.std()) == pytest.approx(0.1, rel=0.03)
+    assert abs(float(noise.mean())) < 0.004
+
+
+def test_every_local_step_is_private():
+    training = LocalTraining(batch_size=2, lr=1.0)
+    one, batch = setup("dpsgd:noise=0,clip=0.001", training=training)
+    update, trace = one.round(one.model.state(), batch, 0)
+    assert norm(update.tensors) <= 3 * 0.001 + 1e-7  # three steps, each bounded by the clip
+    assert len(trace.secrets["clipped"]) == 6
+
+
+def rdp_epsilon(noise: float, delta: float, rounds: int) -> float:
+    """The Gaussian mechanism composed without subsampling, in closed form, at its best order."""
+    order = np.arange(1.01, 400, 0.01)
+    spent = rounds * order / (2 * noise**2) + np.log1p(-1 / order) - np.log(delta * order) / (order - 1)
+    return float(spent.min())
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(4.0, 10), (20.0, 100)])
+def test_epsilon_agrees_with_the_theory(noise, rounds):
+    pytest.importorskip("opacus")
+    assert epsilon_of(noise, 1e-5, rounds, 1.0) == pytest.approx(rdp_epsilon(noise, 1e-5, rounds), rel=0.02)
+
+
+def test_the_noise_for_an_epsilon_spends_just_that():
+    pytest.importorskip("opacus")
+    method = parse("dpsgd:epsilon=8,rounds=50,clip=4,sample_rate=0.1")
+    assert isinstance(method, DpSgd)
+    assert 7.8 < method.spent() <= 8.0
+    assert method.spent(rounds=10) < method.spent()
+    assert noise_for(8, 1e-5, 50, 1.0) > method.multiplier  # no credit for subsampling: more noise
+    assert method.std(16) == pytest.approx(method.multiplier * 4 / 16)
+    assert parse("dpsgd:noise=0").spent() == math.inf  # type: ignore[attr-defined]
+
+
+def test_a_missing_accountant_is_told_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    with pytest.raises(UserError, match=r"gradveil\[dp\]"):
+        setup("dpsgd:epsilon=3.21,rounds=7")
+
+
+def test_noise_and_epsilon_exclude_each_other():
+    with pytest.raises(UserError, match="not both"):
+        parse("dpsgd:noise=1,epsilon=8")

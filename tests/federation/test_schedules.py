@@ -1,0 +1,49 @@
+"""Learning rates against the published formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradveil.errors import UserError
+from gradveil.federation.plan import Plan
+from gradveil.federation.schedules import DCS2, schedule
+
+
+def test_constant_and_step() -> None:
+    assert [schedule("constant").factor(r) for r in (0, 7, 99)] == [1, 1, 1]
+    assert [schedule("step:every=3,gamma=0.5").factor(r) for r in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_exponential() -> None:
+    assert [schedule("exponential:gamma=0.9").factor(r) for r in range(3)] == pytest.approx([1, 0.9, 0.81])
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "images", "rates"),
+    [
+        ("mnist", 200, 200, {0: 0.01, 10: 0.01 * 0.99**10, 199: 0.01 * 0.99**199}),
+        ("cifar10", 50, 2000, {0: 0.01, 29: 0.01 * 0.99**29, 30: 0.001, 49: 0.001 * 0.99**19}),
+        ("celeba", 100, 500, {0: 0.001, 99: 0.001 * 0.99**99}),
+        ("tinyimagenet", 50, 2000, {0: 0.01, 49: 0.01}),
+    ],
+)
+def test_the_federations_of_dcs2(name: str, rounds: int, images: int, rates: dict[int, float]) -> None:
+    plan = Plan(**DCS2[name])
+    assert (plan.rounds, plan.clients, plan.images_per_client, plan.num_defended) == (rounds, 10, images, 1)
+    assert {r: plan.learning_rate(r) for r in rates} == pytest.approx(rates)
+    assert plan.local_training(0).momentum == 0.9
+
+
+@pytest.mark.parametrize("text", ["cosine", "exponential:gamma=0", "exponential:gamma=2", "step:every=0"])
+def test_wrong_schedules_are_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        Plan(rounds=1, schedule=text)
+
+
+def test_sampling_is_by_round_and_seed() -> None:
+    plan = Plan(rounds=5, clients=10, sampled=4)
+    drawn = [plan.chosen(r) for r in range(5)]
+    assert all(len(set(d)) == 4 and max(d) < 10 for d in drawn)
+    assert len({tuple(d) for d in drawn}) > 1
+    assert drawn == [Plan(rounds=9, clients=10, sampled=4).chosen(r) for r in range(5)]
+    assert Plan(rounds=1, clients=3).chosen(0) == [0, 1, 2]

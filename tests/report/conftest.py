@@ -1,0 +1,164 @@
+"""Synthetic runs in the format of a run's folder. Scores and rates are computed from the pictures, so they agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from scipy.stats import beta
+
+Images = NDArray[np.float32]
+
+
+@dataclass
+class Plan:
+    """What to make up. `leak` says how much of an image every defense lets through, from 0 to 1."""
+
+    leak: dict[str, float] = field(default_factory=lambda: {"none": 1.0, "prune:ratio=0.9": 0.6, "precode": 0.0})
+    strength: dict[str, float] = field(default_factory=lambda: {"ig": 1.0, "dlg": 0.4, "precode-ignore": 0.8})
+    verdict: dict[str, str] = field(default_factory=dict)
+    victims: int = 4
+    batch: int = 1
+    shape: tuple[int, int, int] = (1, 12, 12)
+    utility: bool = True
+    tensors: bool = True
+    against: Sequence[str] = ("original",)
+    images: Images | None = None
+    class_names: list[str] | None = None
+    case: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # top-level fields of the summary
+
+
+def stats(values: NDArray[Any]) -> dict[str, float]:
+    return {k: float(getattr(values, k)()) for k in ("mean", "std", "min", "max")}
+
+
+def interval(hits: int, n: int, chance: float = 0.005) -> dict[str, float]:
+    low = 0.0 if hits == 0 else float(beta.ppf(0.025, hits, n - hits + 1))
+    high = 1.0 if hits == n else float(beta.ppf(0.975, hits + 1, n - hits))
+    return {"rate": hits / n, "low": low, "high": high, "chance": chance}
+
+
+def make_run(folder: Path, plan: Plan | None = None) -> Path:
+    """Write a whole run's folder but the page."""
+    plan = plan or Plan()
+    rng = np.random.default_rng(0)
+    number = plan.victims * plan.batch
+    flat = plan.images if plan.images is not None else _blobs(rng, number, plan.shape)
+    original = flat.reshape(plan.victims, plan.batch, *plan.shape).astype(np.float32)
+    labels = np.arange(number) % 3
+    (folder / "cells").mkdir(parents=True)
+    (folder / "tensors").mkdir()
+    defenses = []
+    for d, (defense, leak) in enumerate(plan.leak.items()):
+        fed = np.clip(original[..., ::-1], 0, 1).copy() if "loda" in defense else original
+        rows, hits = [], np.zeros(number, bool)
+        psnrs, ssims = np.zeros(number), np.zeros(number)
+        by_victim: list[dict[str, Any]] = [{} for _ in range(number)]
+        for a, (attack, strength) in enumerate(plan.strength.items()):
+            key = f"cell-{d:02d}-{a:02d}"
+            share = leak * strength
+            noise = rng.random(original.shape, np.float32)
+            rebuilt = (share * fed + (1 - share) * noise).astype(np.float32)
+            mse = ((rebuilt - original) ** 2).reshape(number, -1).mean(1) + 1e-6
+            psnr, ssim = -10 * np.log10(mse), np.clip(1 - 4 * np.sqrt(mse), -1, 1)
+            identified = np.full(number, share > 0.3) & (rng.random(number) < 0.2 + share)
+            better = identified & ~hits | (identified == hits) & (ssim > ssims)
+            for i in np.flatnonzero(better):
+                by_victim[i] = {"victim": int(i // plan.batch), "attack": attack, "psnr": float(psnr[i])}
+            psnrs, ssims, hits = np.maximum(psnrs, psnr), np.maximum(ssims, ssim), hits | identified
+            row = {
+                "spec": attack, "status": "ok", "adaptive": attack.startswith(defense.partition(":")[0]),
+                "knowledge": "realistic", "updates": 1, "scored": number, "failed": 0, "error": None, "cell": key,
+                "psnr": stats(psnr), "ssim": stats(ssim), "mse": stats(mse), "lpips": None,
+                "asr": float((ssim >= 0.6).mean()), "identified": interval(int(identified.sum()), number),
+                "label_accuracy": 1.0, "seconds": 4.2 + a, "iterations": 300,
+            }  # fmt: skip
+            rows += [{**row, "against": truth} for truth in plan.against]
+            victims = [
+                {"victim": i // plan.batch, "image": i % plan.batch, "psnr": float(psnr[i]), "ssim": float(ssim[i]),
+                 "mse": float(mse[i]), "lpips": None, "identified": bool(identified[i]), "rank": 1,
+                 "label": int(labels[i]), "label_guess": int(labels[i])}
+                for i in range(number)
+            ]  # fmt: skip
+            steps = list(range(0, 301, 3))
+            objective = [float(np.exp(-s * share / 40) + 1e-3) for s in steps]
+            cell = {
+                "key": key, "kind": "attack", "defense": defense, "attack": attack, "status": "ok", "rows": rows[-1:],
+                "victims": victims, "history": {"objective": objective, "step": steps}, "seconds": 4.2,
+                "iterations": 300,
+            }  # fmt: skip
+            if plan.tensors:
+                cell["tensors"] = f"tensors/{key}.safetensors"
+                tensors = {"original": original, "fed": fed, "reconstruction": rebuilt}
+                save_file(tensors, folder / "tensors" / f"{key}.safetensors")
+            _write(folder / "cells" / f"{key}.json", cell)
+        worst = {
+            "psnr": stats(psnrs), "ssim": stats(ssims), "asr": float((ssims >= 0.6).mean()),
+            "identified": interval(int(hits.sum()), number, 0.005 * len(plan.strength)), "by_victim": by_victim,
+        }  # fmt: skip
+        accuracy = 0.93 - 0.04 * d
+        entry: dict[str, Any] = {
+            "spec": defense, "stage": ["update"], "counter": [], "attacks": rows, "worst": worst,
+            "utility": None, "gradient": {"cosine": 1 - 0.1 * d, "noise_ratio": 0.1 * d},
+            "verdict": plan.verdict.get(defense) or ("leaks" if hits.any() else "no leak shown"),
+        }  # fmt: skip
+        if plan.utility:
+            pdm = 100 * (0.93 - accuracy) / 0.93
+            entry["utility"] = {"acc_test": accuracy, "acc_train": accuracy + 0.01, "pdm": pdm, "overhead": 1 + 0.2 * d}
+            curve = [accuracy * (1 - np.exp(-r / 4)) for r in range(1, 21)]
+            cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "history": {"acc_test": curve}}
+            _write(folder / "cells" / f"utility-{d:02d}.json", cell)
+        defenses.append(entry)
+    summary = {
+        "schema": 1, "gradveil": "0.1.0", "suite": "standard-v1",
+        "case": {"data": "mnist-5k", "model": "lenet", "victims": plan.victims, "batch_size": plan.batch,
+                 "local_steps": 1, "trained_rounds": 0, "knowledge": "realistic", "seed": 0,
+                 "input_shape": list(plan.shape), "num_classes": 3, "class_names": plan.class_names, **plan.case},
+        "defenses": defenses,
+        "baseline": {"psnr": stats(np.array([9.0, 10.0])), "ssim": stats(np.array([0.1, 0.2])),
+                     "identified": interval(0, number)},
+        "command": "gradveil audit --data mnist-5k --model lenet --seed 0",
+        **plan.extra,
+    }  # fmt: skip
+    _write(folder / "summary.json", summary)
+    _write(folder / "environment.json", {"gradveil": "0.1.0", "versions": {"torch": "2.13.0"}, "seconds": 83.2})
+    (folder / "audit.yaml").write_text("data: mnist-5k\nmodel: lenet\nseed: 0\n")
+    return folder
+
+
+def _blobs(rng: np.random.Generator, number: int, shape: tuple[int, int, int]) -> Images:
+    """Smooth bright spots on black, each elsewhere."""
+    channels, height, width = shape
+    y, x = np.mgrid[0:height, 0:width]
+    centre = rng.random((number, channels, 2)) * [height, width]
+    far = (y - centre[..., 0, None, None]) ** 2 + (x - centre[..., 1, None, None]) ** 2
+    return np.exp(-far / (0.05 * height * width)).astype(np.float32)
+
+
+def _write(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value), encoding="utf-8")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Path]:
+    """`run(leak=…, victims=…)` makes a folder and returns it."""
+
+    def make(**fields: Any) -> Path:
+        number = sum(1 for _ in tmp_path.glob("run-*"))
+        return make_run(tmp_path / f"run-{number}", Plan(**fields))
+
+    return make
+
+
+@pytest.fixture
+def summary(run: Callable[..., Path]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run() / "summary.json").read_text())
+    return loaded

@@ -1,0 +1,100 @@
+"""What only a browser can tell: that the page's script runs under its own policy, and what the controls do."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.report import write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+OPTIONS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+    *("--virtual-time-budget=3000", "--dump-dom"),
+]
+
+
+def browse(page: Path, profile: Path, width: int = 1280) -> tuple[str, str]:
+    """The page after its script has run, and what the browser logged."""
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},900", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, done.stderr
+
+
+def ask(folder: Path, profile: Path, script: str, width: int = 1280) -> dict[str, Any]:
+    """Run `script` in a copy of the page whose policy allows it; it fills the object `found`."""
+    page = write_report(folder).read_text(encoding="utf-8")
+    page = page.replace('http-equiv="Content-Security-Policy"', 'name="policy"')
+    probe = f"const found = {{}}; {script}; document.body.dataset.found = JSON.stringify(found);"
+    copy = folder / "probe.html"
+    copy.write_text(page.replace("</body>", f"<script>{{{probe}}}</script></body>"), encoding="utf-8")
+    dom, log = browse(copy, profile, width)
+    answer = re.search(r'data-found="([^"]*)"', dom)
+    assert answer, log
+    found: dict[str, Any] = json.loads(html.unescape(answer[1]))
+    return found
+
+
+def test_the_script_runs_under_the_policy_and_nothing_is_refused(run: Callable[..., Path], tmp_path: Path) -> None:
+    dom, log = browse(write_report(run(against=("original", "fed"))), tmp_path / "profile")
+    assert "9 of 18 rows" in dom, "filtered to the originals by the page's own script"
+    assert 'aria-sort="none"' in dom and "Dark page" in dom
+    assert "CONSOLE" not in log
+
+
+def test_controls(run: Callable[..., Path], tmp_path: Path) -> None:
+    found = ask(
+        run(),
+        tmp_path / "profile",
+        """
+        const heads = all("#results thead th"), column = heads.findIndex(h => h.textContent === "PSNR, dB");
+        const rows = () => all("#results tbody tr").filter(r => !r.hidden);
+        const values = () => rows().map(r => Number(r.cells[column].dataset.v));
+        heads[column].firstChild.click();
+        found.down = values(); found.sort = heads[column].getAttribute("aria-sort");
+        heads[column].firstChild.click();
+        found.up = values();
+        const choice = document.querySelector("[data-filter=attack]");
+        choice.value = "dlg"; choice.dispatchEvent(new Event("change"));
+        found.filtered = values().length; found.count = document.getElementById("count").textContent;
+        const group = document.querySelector(".veil"), picture = group.querySelector(".t");
+        const blur = p => getComputedStyle(p).filter;
+        found.before = blur(picture); picture.click(); found.clicked = blur(picture);
+        found.other = blur(all(".t", group)[1]); group.querySelector(".reveal").click();
+        found.all = all(".t", group).map(blur);
+        const point = document.querySelector(".point"); point.dispatchEvent(new Event("focus"));
+        found.tip = document.getElementById("tip").hidden ? null : document.getElementById("tip").textContent;
+        const paper = () => getComputedStyle(document.body).backgroundColor;
+        found.light = paper(); document.getElementById("theme").click(); found.dark = paper();
+        """,
+    )
+    assert found["sort"] == "descending" and len(found["down"]) == 9
+    assert found["down"] == sorted(found["down"], reverse=True) and found["up"] == sorted(found["up"])
+    assert found["filtered"] == 3 and found["count"] == "3 of 9 rows"
+    assert "blur" in found["before"] and found["clicked"] == "none" and "blur" in found["other"]
+    assert set(found["all"]) == {"none"}
+    assert found["tip"].startswith("none: leaks; identified 100%")
+    assert found["light"] != found["dark"]
+
+
+def test_a_phone_does_not_scroll_sideways(run: Callable[..., Path], tmp_path: Path) -> None:
+    long = "prune:ratio=0.9,scope=global+gaussian:std=0.001+averyveryverylongnamewithoutanybreakinit"
+    found = ask(
+        run(leak={"none": 1.0, long: 0.2}, extra={"command": "gradveil audit --defense " + long}),
+        tmp_path / "profile",
+        "all('details').forEach(d => { d.open = true; });"
+        "found.page = document.documentElement.scrollWidth; found.window = innerWidth",
+        width=390,
+    )
+    assert found["window"] <= 500 and found["page"] <= found["window"]

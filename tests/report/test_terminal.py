@@ -1,0 +1,71 @@
+"""The table in the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gradveil.report import print_summary, table
+
+
+def shown(summary: dict[str, Any], width: int = 120, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, **options)
+    print_summary(summary, console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_every_defense_with_its_verdict_numbers_and_the_baseline(summary: dict[str, Any]) -> None:
+    lines = shown(summary).splitlines()
+    none = next(line for line in lines if line.startswith("none"))
+    assert none.split()[1:3] == ["leaks", "ig"]
+    assert "100% (40–100%)" in none and "93.0%" in none
+    precode = next(line for line in lines if line.startswith("precode"))
+    assert "no leak shown" in precode and "8.6" in precode
+    assert any(line.startswith("baseline") and "9.5" in line for line in lines)
+    assert any(line.startswith("Recommended: precode") for line in lines)
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
+def test_it_fits_the_width_and_never_loses_the_verdict(summary: dict[str, Any], width: int) -> None:
+    summary["defenses"][1]["spec"] = "prune:ratio=0.9,scope=global+gaussian:std=0.001+" * 3
+    text = shown(summary, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("leaks") >= 2
+
+
+def test_colours_only_where_they_are_wanted(summary: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;31m" in shown(summary, force_terminal=True, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "31m" not in shown(summary, force_terminal=True, color_system="standard")
+
+
+def test_names_are_neither_markup_nor_commands_to_the_terminal(summary: dict[str, Any]) -> None:
+    summary["defenses"][1]["spec"] = "[red]a[/]\x1b[2J"
+    summary["warnings"] = ["[link=x]b[/link]\x1b]0;c\x07"]
+    text = shown(summary, 200)
+    assert "[red]a[/]" in text and "[link=x]b[/link]" in text and "\x1b" not in text and "\x07" not in text
+
+
+def test_columns_follow_what_was_measured(summary: dict[str, Any]) -> None:
+    assert "PDM" in [c.header for c in table(summary).columns]
+    for defense in summary["defenses"]:
+        defense["utility"] = None
+    headers = [c.header for c in table(summary).columns]
+    assert "PDM" not in headers and "cosine" in headers
+    assert "0.80" in shown(summary)
+
+
+def test_all_leaking_is_said_once(summary: dict[str, Any]) -> None:
+    for defense in summary["defenses"]:
+        defense["verdict"] = "leaks"
+    assert shown(summary).count("All 2 audited defenses leak") == 1
+
+
+def test_a_bare_summary_is_printed_too() -> None:
+    bare = {"schema": 1, "defenses": [{"spec": "a", "verdict": None, "attacks": [], "worst": None}], "baseline": None}
+    assert "not judged" in shown(bare)

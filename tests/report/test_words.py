@@ -1,0 +1,164 @@
+"""What is said about the numbers: the verdict's sentence, the recommendation, the paragraph for an assessment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil.report import words
+from gradveil.report.view import Rate, SummaryView
+
+
+def defense(spec: str, verdict: str | None, pdm: float | None = None, **fields: Any) -> dict[str, Any]:
+    rate = {"rate": 1.0, "low": 0.63, "high": 1.0} if verdict == "leaks" else {"rate": 0.0, "low": 0.0, "high": 0.37}
+    row = {"spec": "ig", "status": "ok", "against": "original", "scored": 8, "identified": {**rate, "chance": 0.001}}
+    return {
+        "spec": spec,
+        "verdict": verdict,
+        "utility": None if pdm is None else {"acc_test": 0.9 * (1 - pdm / 100), "pdm": pdm, "overhead": 1.5},
+        "attacks": [row],
+        "worst": {"identified": {**rate, "chance": 0.001}},
+        **fields,
+    }
+
+
+def view(*defenses: dict[str, Any], **fields: Any) -> SummaryView:
+    case = {"data": "faces", "model": "lenet", "victims": 8, "batch_size": 1, "knowledge": "realistic"}
+    return SummaryView.read({"schema": 1, "case": case, "defenses": list(defenses), **fields})
+
+
+CONTROL = defense("none", "leaks", 0.0)
+
+
+def test_recommends_the_least_accuracy_loss_among_those_that_do_not_leak() -> None:
+    found = words.recommend(
+        view(CONTROL, defense("a", "leaks", 0.1), defense("b", "no leak shown", 5.0), defense("c", "unrefuted", 3.0))
+    )
+    assert found.defense is not None and found.defense.spec == "c"
+    assert "3.0% of the accuracy" in found.text and "unrefuted" in found.text and "1.5 times" in found.text
+
+
+def test_at_equal_loss_the_tested_one_is_preferred_to_the_unrefuted() -> None:
+    found = words.recommend(view(CONTROL, defense("a", "unrefuted", 2.0), defense("b", "no leak shown", 2.0)))
+    assert found.defense is not None and found.defense.spec == "b"
+
+
+def test_all_leaking_is_said_plainly() -> None:
+    found = words.recommend(view(CONTROL, defense("a", "leaks", 1.0), defense("b", "leaks", 2.0)))
+    assert found.defense is None
+    assert found.text.startswith("All 2 audited defenses leak.")
+
+
+def test_the_undefended_control_is_never_recommended() -> None:
+    held = view(defense("none", "no leak shown", 0.0), defense("a", "no leak shown", 2.0))
+    assert words.recommend(held).defense is None
+    assert any("says nothing about the defenses" in c for c in words.caveats(held))
+    alone = words.recommend(view(CONTROL))
+    assert alone.defense is None and "No defense was audited" in alone.text
+
+
+def test_what_could_not_be_judged_is_not_recommended() -> None:
+    assert words.recommend(view(CONTROL, defense("a", None, 0.0), defense("b", "leaks", 1.0))).defense is None
+
+
+def test_without_utility_the_gradient_decides_and_the_text_says_so() -> None:
+    found = words.recommend(
+        view(
+            CONTROL,
+            defense("a", "no leak shown", gradient={"cosine": 0.5}),
+            defense("b", "no leak shown", gradient={"cosine": 0.9}),
+        )
+    )
+    assert found.defense is not None and found.defense.spec == "b"
+    assert "not measured" in found.text
+    nothing = words.recommend(view(CONTROL, defense("a", "no leak shown")))
+    assert nothing.defense is None and "not measured" in nothing.text
+
+
+def test_missing_pdm_is_computed_from_the_accuracies() -> None:
+    given = view(CONTROL, {**defense("a", "no leak shown"), "utility": {"acc_test": 0.72}})
+    assert given.defenses[1].loss == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("verdict", ["leaks", "no leak shown", "unrefuted", None])
+def test_a_verdict_is_one_sentence_with_count_interval_and_chance(verdict: str | None) -> None:
+    sentence = words.verdict_sentence(view(defense("a", verdict)).defenses[0])
+    assert sentence.endswith(".") and ". " not in sentence
+    assert "of 8 private images" in sentence and "confidence interval" in sentence and "chance 0.1%" in sentence
+
+
+def test_a_small_sample_does_not_hide_its_upper_bound() -> None:
+    sentence = words.verdict_sentence(view(defense("a", "no leak shown")).defenses[0])
+    assert "none of 8" in sentence and "up to 37%" in sentence
+
+
+def test_a_rate_that_is_no_count_of_the_images_is_not_turned_into_one() -> None:
+    rate = Rate.read({"rate": 0.3}, 8)
+    assert rate is not None and rate.count is None and rate.of is None
+
+
+def test_failed_and_inapplicable_attacks_count_as_not_tested() -> None:
+    rows = [
+        {"spec": "ggl", "status": "not applicable", "error": "needs a generator", "against": "original"},
+        {"spec": "dlg", "status": "failed", "error": "not finite", "against": "original"},
+    ]
+    given = view(CONTROL, defense("a", "no leak shown", attacks=rows), defense("b", "no leak shown", attacks=rows[:1]))
+    items = words.not_tested(given)
+    assert "ggl against 2 defenses: not applicable (needs a generator)" in items
+    assert "dlg against a: failed (not finite)" in items
+
+
+def test_the_audits_own_words_come_first() -> None:
+    given = view(CONTROL, granted=["labels"], not_tested=["phones"], warnings=["zero gradients"], scope="our scope")
+    assert words.granted(given) == ["labels"]
+    assert words.not_tested(given) == ["phones"]
+    assert words.caveats(given) == ["zero gradients"]
+    assert words.scope(given) == "our scope"
+
+
+def test_without_a_control_the_reader_is_told() -> None:
+    assert any("no undefended control" in c for c in words.caveats(view(defense("a", "no leak shown", 1.0))))
+
+
+def test_the_assessment_names_risk_scope_grant_finding_cost_and_rest() -> None:
+    text = words.assessment(view(CONTROL, defense("loda", "no leak shown", 4.0)))
+    parts = ("lenet on faces", "granted:", "Without a defense, 8 of 8", "With the defense loda, none of 8")
+    for part in (*parts, "4.0% of", "Residual risk", "Not tested:"):
+        assert part in text
+    assert "\n" not in text
+
+
+def test_nothing_is_ever_called_safe(run: Callable[..., Path]) -> None:
+    summary = json.loads((run() / "summary.json").read_text())
+    given = SummaryView.read(summary)
+    said = [words.overall(given), words.assessment(given), words.recommend(given).text]
+    said += [words.verdict_sentence(d) for d in given.defenses] + words.caveats(given) + words.not_tested(given)
+    assert "safe" not in " ".join(said).lower()
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (1.0, "100%"), (0.875, "88%"), (0.004, "0.4%"), (0.0005, "0.05%"), (0.9996, "99.9%"), (None, "–")],
+)
+def test_percent_never_rounds_to_none_or_all(share: float | None, text: str) -> None:
+    assert words.percent(share) == text
+
+
+def test_numbers_that_are_missing_infinite_or_tiny() -> None:
+    assert [words.digits(v) for v in (None, float("inf"), -1.5, 0.0, -0.0004)] == ["–", "∞", "−1.50", "0.00", "0.00"]
+    assert words.digits(0.0004, 3) == "4.0e-04"
+
+
+def test_overall_counts_every_verdict_but_the_control() -> None:
+    many = view(CONTROL, defense("a", "leaks"), defense("b", "unrefuted"), defense("c", "no leak shown"))
+    assert words.overall(many) == "Of 3 audited defenses, 1 leaks, 1 showed no leak and 1 is unrefuted."
+    assert words.overall(view(CONTROL, defense("a", "leaks"), defense("b", "leaks"))) == "All 2 audited defenses leak."
+    assert words.overall(view(CONTROL, defense("a", "leaks"))) == "The audited defense a leaks."
+
+
+def test_control_characters_cannot_reach_a_terminal() -> None:
+    assert words.plain("a\x1b[2Jb\n") == "a\ufffd[2Jb\ufffd"
