@@ -70,6 +70,19 @@ class Case:
         return self.data.public if len(self.data.public) else None
 
     @cached_property
+    def _public_inputs(self) -> Tensor | None:
+        """Public images as the network takes them, for a malicious server."""
+        if self.public is None:
+            return None
+        return (self.public.x - self.data.mean.view(-1, 1, 1)) / self.data.std.view(-1, 1, 1)
+
+    @property
+    def _public_inputs(self) -> Tensor | None:
+        """Public images as the network takes them."""
+        mean, std = (t.view(-1, 1, 1) for t in (self.data.mean, self.data.std))
+        return None if self.public is None else (self.public.x - mean) / std
+
+    @cached_property
     def pool(self) -> Batch:
         """Distractors for identification. A public part borrowed from another set has other classes and is left out."""
         if self.data.public_from is None:
@@ -98,7 +111,7 @@ class Case:
             _load(module, known)
         if tampering is not None:
             with seeded(self.spec.seed, "tamper"):
-                module = tampering.tamper(module, self.data.input_shape)
+                module = tampering.tamper(module, self.data.input_shape, self._public_inputs)
             for name in module.state_dict():
                 known.pop(name, None)  # what the server sends is what it tampered with
         with seeded(self.spec.seed, "network"):

@@ -11,7 +11,7 @@ import typer
 from gradveil import __version__
 from gradveil.errors import UserError
 
-COMMANDS = ("audit", "protect", "search", "train", "report", "list", "show")
+COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "list", "show")
 
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]

@@ -1,10 +1,10 @@
 """Refiner: send the gradient of other images, made to train like the private ones and to look like noise.
 
 Fan et al. 2022, arXiv version 1: mix noise in, then lower UM − β·PM for 100 steps. UM compares gradients, more closely
-where a parameter is critical; PM is an evaluation network's word for how noisy an image looks. No code is public, and UM
-as printed fails on a partly trained model: its weights |g·θ| leave nearly all parameters free, and its values are so
-small that PM alone decides. The default therefore scales the weights to at most 1 and adds 1, and divides UM by its value
-for an empty gradient. Optimiser and step are our choice: Adam on each image's gradient divided by its size.
+where a parameter is critical; PM is an evaluation network's word for how noisy an image looks. No code is public, and
+UM as printed fails on a partly trained model: its weights |g·θ| leave nearly all parameters free, and its values are so
+small that PM alone decides. The default therefore scales the weights to at most 1 and adds 1, and divides UM by its
+value for an empty gradient. Optimiser and step are our choice: Adam on each image's gradient divided by its size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Refiner's evaluation network: how much an image looks like uniform noise, from 0 (a picture) to 1 (noise).
 
-The paper trains it for 20 epochs on mixtures of an image and noise, with the share of noise as the target and a gradient
-penalty, and says no more. Its examples alone teach brightness: on dark images white scores as noise. So half of the
-images are shown with other brightness and contrast, negatives and nearly flat ones among them, as pictures all the same.
+The paper trains it for 20 epochs on mixtures of an image and noise, with the share of noise as the target and a
+gradient penalty, and says no more. Its examples alone teach brightness: on dark images white scores as noise. So half
+of the images are shown with other brightness and contrast, negatives and nearly flat ones too, as pictures still.
 """
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ class Loda(Defense):
     Secret: `start`, the image each obscured one began as.
     """
 
-    variant: Literal["loda1", "loda2", "loda3"] = "loda3"
+    variant: Literal["loda1", "loda2", "loda3"] = "loda3"  # hides best for its accuracy (benchmarks/loda_tradeoff.py)
     layers: tuple[str, ...] = ()  # by name instead: conv2/conv4/pooled
-    c: float = Field(default=0.1, ge=0)
-    relative: bool = True  # c in units of feature per pixel distance between public images; false: as in the paper
+    c: float = Field(default=0.03, ge=0)  # absolute in the paper: 20, 30 and 1 for the three variants
+    relative: bool = True  # c in units of feature over pixel distance between public images; false: absolute
     extractor: Literal["auto", "trained", "alexnet", "vgg16"] = "auto"
     steps: int = Field(default=500, ge=1)
-    lr: float = Field(default=0.1, gt=0)
+    lr: float = Field(default=0.1, gt=0)  # length of a step
     round: bool = True  # to 8 bits, as images are stored
 
     def equip(

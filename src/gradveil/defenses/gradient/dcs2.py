@@ -163,23 +163,25 @@ class DCS2(Defense):
         def rows(t: Tensor) -> Tensor:
             return t[None] if joint else t[:, None]
 
-        def gradients(side: Side) -> Tensor:
+        def look(side: Side) -> tuple[Tensor, Tensor]:
+            """The gradient of each row, flattened, and the network's output for each image."""
             if len(rows(side.x)) == 1:
-                return _one_gradient(side, step)
+                return _one_pass(side, step)
             noise = {k: rows(v) for k, v in side.noise.items()}
             found = step.model.gradients(step.state, rows(side.x), rows(side.y), noise)
-            return torch.cat([g.flatten(1) for g in found.values()], dim=1)
+            return torch.cat([g.flatten(1) for g in found.values()], dim=1), step.model(step.state, side.x, side.noise)
 
-        wanted, output = gradients(there).detach(), step.model(step.state, there.x, there.noise).detach()
+        wanted, latent = (t.detach() for t in look(there))
         x = here.x.clone().requires_grad_()
         optimizer = torch.optim.Adam([x], lr=self.lr)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(self.steps / p) for p in (2.667, 1.6, 1.142)])
         moving = torch.ones(len(rows(x)), dtype=torch.bool, device=x.device)
         for _ in range(self.steps):
             with torch.enable_grad():
-                likeness = torch.cosine_similarity(gradients(here._replace(x=x)), wanted, dim=1, eps=1e-12)
+                found, output = look(here._replace(x=x))
+                likeness = torch.cosine_similarity(found, wanted, dim=1, eps=1e-12)
                 distance = rows((x - there.x).flatten(1).norm(dim=1)).mean(1)
-                shift = (step.model(step.state, x, here.noise) - output).norm(dim=1) / output.norm(dim=1)
+                shift = (output - latent).norm(dim=1) / latent.norm(dim=1)
                 value = 1 - likeness + torch.exp(-lambda_x * distance) + lambda_z * rows(shift).mean(1)
                 (x.grad,) = torch.autograd.grad(value.sum(), x)
             moving &= distance.detach() <= threshold
@@ -202,14 +204,19 @@ class Side(NamedTuple):
     noise: Tensors
 
 
-def _one_gradient(side: Side, step: Step) -> Tensor:
-    """The gradient of one row, flattened, by plain autograd: half the time of `vmap` on a small net."""
+def _one_pass(side: Side, step: Step) -> tuple[Tensor, Tensor]:
+    """The gradient of a single row and its output by plain autograd: half the time of `vmap` on a small net."""
     parameters = {k: v.detach().requires_grad_() for k, v in step.model.parameters(step.state).items()}
-    with torch.enable_grad():
-        value = step.model.loss({**step.state, **parameters}, side.x, side.y, side.noise)
-        leaves = list(parameters.values())
-        found = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True, allow_unused=True)
-    return torch.cat([g.flatten() for g in found])[None]
+    seen: list[Tensor] = []
+    hook = step.model.module.register_forward_hook(lambda _module, _given, output: seen.append(output))
+    try:
+        with torch.enable_grad():
+            value = step.model.loss({**step.state, **parameters}, side.x, side.y, side.noise)
+            leaves = list(parameters.values())
+            found = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True, allow_unused=True)
+    finally:
+        hook.remove()
+    return torch.cat([g.flatten() for g in found])[None], seen[0]
 
 
 def project(mixed: Tensors, true: Tensors, margin: float = 0.0) -> Tensors:

@@ -1,0 +1,108 @@
+"""Robbing the Fed (Fowl et al. 2022): a malicious server puts a block in front of the model that sorts images into bins.
+
+The block is linear N → bins, ReLU, linear bins → N. Every row of the first layer asks the same question h(x) with another
+threshold, so an image switches on the rows below its answer; the difference of neighbouring rows' gradients holds only
+the images whose answer falls between their thresholds, and divided by the bias's difference it is the image itself.
+
+The published question is the mean brightness with thresholds for ImageNet; here it is a random direction, on which
+images differ more, with thresholds at the quantiles of public images where there are any (of a normal law otherwise).
+The client receives the changed model and could see the block in it; the report names the tampering.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.registry import attack
+from gradveil.settings import settings
+from gradveil.types import Observation, generator
+
+
+class ImprintBlock(nn.Module):
+    """The inserted block; images go in and images of the same shape come out."""
+
+    def __init__(self, direction: Tensor, thresholds: Tensor, gain: float):
+        super().__init__()
+        pixels, bins = len(direction), len(thresholds)
+        self.question, self.act, self.back = nn.Linear(pixels, bins), nn.ReLU(), nn.Linear(bins, pixels)
+        with torch.no_grad():
+            self.question.weight.copy_(direction.expand(bins, -1) * gain)
+            self.question.bias.copy_(-thresholds * gain)
+            self.back.weight.fill_(1 / (gain * bins))
+            self.back.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.act(self.question(x.flatten(1)))).view_as(x)  # type: ignore[no-any-return]
+
+
+class Imprinted(nn.Module):
+    """The server's model behind an imprint block."""
+
+    def __init__(self, block: ImprintBlock, model: nn.Module):
+        super().__init__()
+        self.imprint, self.model = block, model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.imprint(x))  # type: ignore[no-any-return]
+
+
+@attack("imprint")
+@settings
+class Imprint(Attack):
+    """A malicious block in front of the model; images by differences of its rows."""
+
+    bins: int = Field(default=256, ge=2)
+    gain: float = Field(default=1e-3, gt=0)  # as published: small weights, divided out behind the ReLU
+
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None
+    ) -> nn.Module:
+        pixels = math.prod(input_shape)
+        direction = torch.randn(pixels, generator=generator(0, "imprint")) / math.sqrt(pixels)
+        levels = (torch.arange(self.bins) + 0.5) / self.bins
+        if public is not None and len(public) >= 32:
+            answers = public.flatten(1) @ direction
+            centre, spread = answers.mean(), answers.std()
+            # Between the sample's quantiles and the normal law's: the tails of unseen images lie beyond the sample.
+            thresholds = torch.quantile(answers, levels)
+        else:
+            centre, spread = torch.tensor(0.0), torch.tensor(1.0)
+            thresholds = centre + spread * math.sqrt(2) * torch.erfinv(2 * levels - 1)
+        thresholds = thresholds.clone()
+        thresholds[0] = centre - 10 * spread
+        return Imprinted(ImprintBlock(direction, thresholds, self.gain), module)
+
+    def applies(self, observation: Observation) -> str | None:
+        if _block(observation) is None:
+            return "the model carries no imprint block (a malicious server has to send one)"
+        return None if observation.update.kind == "gradient" else "it reads single gradients, not weight deltas"
+
+    def run(self, target: Target) -> Answer:
+        path = _block(target.first)
+        rows = [self._one(o, path) for o in target.observations]
+        return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
+
+    def _one(self, observation: Observation, path: str | None) -> tuple[Tensor, Tensor]:
+        tensors = observation.update.tensors
+        weight, bias = (tensors[f"{path}.question.{n}"].double() for n in ("weight", "bias"))
+        order = observation.state[f"{path}.question.bias"].argsort(descending=True)  # thresholds rising
+        weight, bias = weight[order], bias[order]
+        inside = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
+        images = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
+        hits = inside.abs() > 1e-5 * bias.abs().max().clamp_min(1e-30)
+        ranked = (inside.abs() * hits).argsort(descending=True)[: observation.knowledge.batch_size]
+        found = torch.stack([images[i] / inside[i] if hits[i] else torch.zeros_like(images[i]) for i in ranked.tolist()])
+        missing = observation.knowledge.batch_size - len(found)
+        found = torch.cat([found, found.new_zeros(missing, found.shape[1])])
+        share = 1 - hits.sum().clamp_max(len(found)) / len(found)  # how many of the batch no bin speaks of
+        return found.float().view(-1, *observation.input_shape), share.float()
+
+
+def _block(observation: Observation) -> str | None:
+    found = [p for p, m in observation.model.module.named_modules() if isinstance(m, ImprintBlock)]
+    return found[0] if found else None

@@ -1,0 +1,154 @@
+"""R-GAP (Zhu and Blaschko 2021): layer by layer back to the image, each layer a linear least-squares problem.
+
+The first fully connected layer gives its input and the signal at it exactly (see `matching/head.py`). Going back through
+an invertible activation gives a convolution's output z and the signal k at it; its input u then satisfies two sets of
+linear equations at once: conv(u) + b = z, and ∇W = the correlation of u with k. Both are solved together in float64.
+
+Needs single images, clean gradients and a straight line of convolutions with sigmoid, tanh or leaky-ReLU activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn import grad as conv_grad
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.head import exact_input, linear_layers
+from gradveil.attacks.registry import attack
+from gradveil.settings import settings
+from gradveil.types import Observation
+
+_ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU)
+_NEUTRAL = (nn.Flatten, nn.Identity, nn.Dropout)
+
+
+@attack("rgap")
+@settings
+class RGAP(Attack):
+    """Recursive closed-form inversion of a plain convolutional net."""
+
+    ridge: float = Field(default=1e-12, ge=0)
+
+    def applies(self, observation: Observation) -> str | None:
+        if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
+            return "it needs the gradient of a single image"
+        if _line(observation) is None:
+            return "it needs a straight line of convolutions with invertible activations before a linear layer"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        rows = [self._one(o) for o in target.observations]
+        return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
+
+    def _one(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        line = _line(observation)
+        assert line is not None
+        exact = exact_input(observation, line.pop()[0])
+        if exact is None:
+            nothing = torch.zeros(1, *observation.input_shape)
+            return nothing, torch.tensor(1.0)
+        a, signal = (t.double() for t in exact)
+        worst = torch.tensor(0.0, dtype=torch.float64)
+        while line:
+            path, shapes, activation = line.pop()
+            z, slope = _undo(activation, a)
+            k = signal * slope
+            a, error = self._invert(observation, path, shapes, z, k, slope)
+            worst = torch.maximum(worst, error)
+            weight = observation.state[f"{path}.weight"].double()
+            conv = observation.model.module.get_submodule(path)
+            signal = conv_grad.conv2d_input(
+                (1, *shapes[0]), weight, k.view(1, *shapes[1]), conv.stride, conv.padding, conv.dilation  # type: ignore[arg-type]
+            ).flatten()
+        return a.float().view(1, *observation.input_shape), worst.float()
+
+    def _invert(
+        self, observation: Observation, path: str, shapes: tuple[torch.Size, torch.Size], z: Tensor, k: Tensor, slope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        conv = observation.model.module.get_submodule(path)
+        weight, sent = observation.state[f"{path}.weight"].double(), observation.update.tensors[f"{path}.weight"].double()
+        bias = observation.state.get(f"{path}.bias")
+        (channels, height, width), out = shapes[0], shapes[1][0]
+        # Which pixel each kernel place reads at each output place; 0 is the padding.
+        numbers = torch.arange(1, height * width + 1, dtype=torch.float64).view(1, 1, height, width)
+        index = F.unfold(numbers, conv.kernel_size, conv.dilation, conv.padding, conv.stride)[0].long()  # type: ignore[arg-type]
+        pixels, places = height * width, index.shape[1]
+        kernel = weight.shape[2] * weight.shape[3]
+
+        forward = weight.new_zeros(out, channels, places, pixels + 1)
+        values = weight.view(out, channels, 1, kernel).expand(-1, -1, places, -1)
+        forward.scatter_add_(3, index.T.expand(out, channels, -1, -1), values)
+        forward = forward[..., 1:].permute(0, 2, 1, 3).reshape(out * places, channels * pixels)
+        wanted = z - (bias.double().repeat_interleave(places) if bias is not None else 0)
+        trust = slope.abs().clamp_min(1e-9)  # z came through the activation's inverse: it is as sure as its slope
+        forward_t, wanted_t = forward * trust[:, None], wanted * trust
+
+        # ∇W of one input channel reads that channel alone, by the same matrix for all.
+        back = weight.new_zeros(out, kernel, pixels + 1)
+        back.scatter_add_(2, index.expand(out, -1, -1), k.view(out, 1, places).expand(-1, kernel, -1))
+        back = back[..., 1:].reshape(out * kernel, pixels)
+        scale = forward_t.norm() / back.norm().clamp_min(1e-30) / channels**0.5
+        gram = forward_t.T @ forward_t
+        block = scale**2 * back.T @ back
+        right = forward_t.T @ wanted_t
+        given = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel)
+        right = right + (scale**2 * given @ back).flatten()
+        for c in range(channels):
+            gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += block
+        gram += self.ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        u = torch.linalg.solve(gram, right)
+        error = (forward @ u - wanted).norm() / wanted.norm().clamp_min(1e-30)
+        return u, error
+
+
+def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
+    """What went into the activation, and its slope there."""
+    if isinstance(activation, nn.Sigmoid):
+        a = a.clamp(1e-9, 1 - 1e-9)
+        return torch.logit(a), a * (1 - a)
+    if isinstance(activation, nn.Tanh):
+        a = a.clamp(-1 + 1e-9, 1 - 1e-9)
+        return torch.atanh(a), 1 - a**2
+    slope = float(activation.negative_slope)  # type: ignore[arg-type]
+    return torch.where(a >= 0, a, a / slope), torch.where(a >= 0, torch.ones_like(a), torch.full_like(a, slope))
+
+
+def _line(observation: Observation) -> list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]] | None:
+    """(path, input and output shapes, activation) of each convolution up to the first linear layer, which comes last."""
+    linear = linear_layers(observation)
+    if not linear:
+        return None
+    met: list[tuple[str, nn.Module, torch.Size, torch.Size]] = []
+
+    def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda m, i, o: met.append((path, m, i[0].shape[1:], o.shape[1:]))
+
+    leaves = [(p, m) for p, m in observation.model.module.named_modules() if not list(m.children())]
+    handles = [m.register_forward_hook(note(p)) for p, m in leaves]
+    try:
+        with torch.no_grad():
+            observation.model(observation.state, torch.zeros(2, *observation.input_shape))
+    finally:
+        for handle in handles:
+            handle.remove()
+    line: list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]] = []
+    for path, part, before, after in met:
+        if path == linear[0]:
+            return [*line, (path, (before, after), part)] if line and not _waiting(line) else None
+        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(line):
+            line.append((path, (before, after), part))
+        elif isinstance(part, _ACTIVATIONS) and _waiting(line):
+            line[-1] = (*line[-1][:2], part)
+        elif not isinstance(part, _NEUTRAL):
+            return None
+    return None
+
+
+def _waiting(line: list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]]) -> bool:
+    """Whether the last convolution's activation has not been met yet."""
+    return bool(line) and isinstance(line[-1][2], nn.Conv2d)

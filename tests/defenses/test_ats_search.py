@@ -1,0 +1,211 @@
+"""The ATS search: scores against slow references, resuming, workers, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.cli import main
+from gradveil.defenses import parse
+from gradveil.defenses.data import ats_search
+from gradveil.defenses.data.ats import ATS, Draw, parse_policies, transform
+from gradveil.defenses.data.ats_search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
+from gradveil.errors import UserError
+from gradveil.gradients import ModelFunction
+from gradveil.models import build
+from gradveil.types import Batch, Tensors, generator
+
+SHAPE = (1, 16, 16)
+MEAN, STD = torch.tensor([0.4]), torch.tensor([0.3])
+
+
+def blobs(images: int, seed: int) -> Batch:
+    """Smooth pictures of four classes: a bright spot in one of four corners."""
+    rng = generator(seed, "blobs")
+    y = torch.arange(images) % 4
+    rough = torch.rand(images, 1, 4, 4, generator=rng) * 0.5
+    rough[torch.arange(images), 0, y // 2 * 2, y % 2 * 2] += 0.5
+    return Batch(F.interpolate(rough, size=16, mode="bilinear"), y)
+
+
+@pytest.fixture(scope="module")
+def module() -> torch.nn.Module:
+    return build("convnet:width=2", input_shape=SHAPE, num_classes=4)
+
+
+def inputs(module: torch.nn.Module, images: Batch) -> Tensors:
+    fresh = ModelFunction(module).state()
+    trained = half_trained(module, blobs(80, 1), mean=MEAN, std=STD, search=Search(epochs=3))
+    tensors = {"images": images.x, "labels": images.y, "mean": MEAN, "std": STD, "classes": torch.tensor(4)}
+    return tensors | {f"fresh.{n}": t for n, t in fresh.items()} | {f"trained.{n}": t for n, t in trained.items()}
+
+
+@pytest.fixture(scope="module")
+def scorer(module: torch.nn.Module) -> Scorer:
+    return Scorer(module, inputs(module, blobs(6, 2)), Search(images=6, points=5, rounds=2))
+
+
+def transformed(scorer: Scorer, text: str, draw: int) -> Tensor:
+    drawn = Draw.make(6, ((0, 0, 0),), ATS().crop, True, generator(0, "ats-draw", draw))
+    return (transform(scorer.images.x, parse_policies(text), drawn, ATS().crop) - MEAN) / STD
+
+
+def test_privacy_score_is_the_area_under_the_similarity(module: torch.nn.Module, scorer: Scorer) -> None:
+    """One image, one point, one tensor at a time, by plain autograd."""
+    x1, x0 = transformed(scorer, "3-1-7", 0), (scorer.noise - MEAN) / STD
+    module = build("convnet:width=2", input_shape=SHAPE, num_classes=4)
+    module.load_state_dict(scorer.trained)
+    module.eval()
+
+    def gradient(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(F.cross_entropy(module(x[None]), y[None]), list(module.parameters()))
+
+    areas = []
+    for n, y in enumerate(scorer.images.y):
+        target = gradient(x1[n], y)
+        curve = []
+        for i in (0.0, 0.25, 0.5, 0.75, 1.0):
+            found = gradient((1 - i) * x0[n] + i * x1[n], y)
+            pairs = zip(found, target, strict=True)
+            curve.append(np.mean([float(F.cosine_similarity(a.flatten(), b.flatten(), 0, 1e-12)) for a, b in pairs]))
+        areas.append(sum((a + b) / 2 for a, b in zip(curve, curve[1:], strict=False)) / 4)
+    assert scorer.privacy((3, 1, 7)) == pytest.approx(np.mean(areas), abs=1e-4)
+
+
+def test_privacy_score_does_not_depend_on_chunks(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scorer.privacy((2, 43, 21))
+    monkeypatch.setattr(ats_search, "_FLOATS", 1)
+    assert scorer.privacy((2, 43, 21)) == pytest.approx(whole, abs=1e-5)
+
+
+def test_accuracy_score_is_the_spread_of_jacobians(scorer: Scorer) -> None:
+    module = build("convnet:width=2", input_shape=SHAPE, num_classes=4).eval()
+
+    def spread(text: str | None) -> float:
+        values = []
+        for draw in range(2):
+            x = transformed(scorer, text or "28", draw).requires_grad_()  # 28 does nothing
+            module(x).backward(torch.ones(6, 4))
+            assert x.grad is not None
+            v = np.linalg.eigvalsh(np.corrcoef(x.grad.flatten(1).double().numpy())) + 1e-5
+            values.append(-np.mean(np.log(v) + 1 / v))
+        return float(np.mean(values))
+
+    assert scorer.accuracy((3, 1, 7)) == pytest.approx(spread("3-1-7") - spread(None), rel=1e-3)
+    assert scorer.accuracy(()) == 0
+
+
+def test_a_policy_that_empties_images_is_rejected_before_its_privacy_is_scored(scorer: Scorer) -> None:
+    score = scorer((3, 3, 3))  # three shifts by 45%: where the signs agree, nothing is left of the image
+    assert score.accuracy < -Search().loss and score.privacy is None
+    assert scorer((12,)).privacy is not None
+
+
+def test_candidates_are_distinct_and_a_wider_search_begins_alike() -> None:
+    few, many = candidates(Search(candidates=20)), candidates(Search(candidates=200))
+    assert many[:20] == few and len(set(many)) == 200
+    assert candidates(Search(candidates=20, seed=1)) != few
+
+
+def test_the_best_are_chosen_without_shared_functions() -> None:
+    scores = [Score((1, 2), 0.0, 0.3), Score((2, 5), 0.0, 0.2), Score((7,), -9.0, None), Score((1, 9), 0.0, 0.4)]
+    found = choose(scores, Search(), 0.5)
+    assert found.policies == ((2, 5), (1, 9)) and found.policy == "2-5+1-9"
+    assert (found.best, found.median, found.rejected) == (0.2, 0.3, 1)
+    with pytest.raises(UserError, match="search more candidates"):
+        choose(scores, Search(keep=3), 0.5)
+
+
+def run(module: torch.nn.Module, file: Path | None, **more: object) -> ats_search.Found:
+    search = Search(candidates=8, images=4, points=3, rounds=1, epochs=2)
+    common = {"mean": MEAN, "std": STD, "num_classes": 4, "search": search, "file": file}
+    return search_policy(module, blobs(60, 3), blobs(20, 4), **{**common, **more})  # type: ignore[arg-type]
+
+
+def test_a_stopped_search_goes_on_where_it_was(
+    module: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(module, None)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "scoring policies" and done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(module, tmp_path / "p.json", progress=stop)
+    assert not (tmp_path / "p.json").exists()
+    log = tmp_path / "p.search" / "scores.jsonl"
+    with log.open("a") as file:
+        file.write('{"policy": "1-')  # what a kill in the midst of writing leaves
+    scored = []
+    real = Scorer.__call__
+    monkeypatch.setattr(Scorer, "__call__", lambda self, policy: scored.append(policy) or real(self, policy))
+    resumed = run(module, tmp_path / "p.json")
+    assert len(scored) == 5 and resumed == whole
+    assert run(module, tmp_path / "p.json") == whole and len(scored) == 5
+    assert parse(f"ats:policy={tmp_path / 'p.json'}").policies() == whole.policies
+    assert len(log.read_text().splitlines()) == 9 and not list(tmp_path.glob("**/.*"))
+    with pytest.raises(UserError, match="another search"):
+        run(module, tmp_path / "p.json", std=torch.tensor([0.5]))
+
+
+def test_workers_find_the_same(module: torch.nn.Module, tmp_path: Path) -> None:
+    alone = run(module, None)
+    together = run(module, tmp_path / "p.json", workers=2, model="convnet:width=2")
+    assert together.policies == alone.policies
+    for a, b in zip(together.ranking, alone.ranking, strict=True):
+        assert a.policy == b.policy and a.privacy == pytest.approx(b.privacy, abs=1e-5)
+
+
+def test_too_few_images(module: torch.nn.Module) -> None:
+    with pytest.raises(UserError, match="asks for 50 images"):
+        run(module, None, search=Search(images=50))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    np.savez(
+        tmp_path / "d.npz", images=(blobs(200, 5).x.numpy() * 255).astype(np.uint8)[:, 0], labels=np.arange(200) % 4
+    )
+    options = [
+        "--data",
+        str(tmp_path / "d.npz"),
+        "--model",
+        "lenet",
+        "--candidates",
+        "6",
+        "--images",
+        "4",
+        "--points",
+        "3",
+    ]
+    assert main(["search", *options, "--seed", "1", "--workers", "1", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["policy"] in capsys.readouterr().out
+    assert found["privacy"]["best"] <= found["privacy"]["median"]
+    assert parse(f"ats:policy={out}").policies() == parse_policies(found["policy"])
+    assert main(["search", *options, "--candidates", "1"]) == 2
+    assert "candidates" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("GRADVEIL_DATA" not in os.environ, reason="needs GRADVEIL_DATA")
+def test_shifting_hides_most_on_cifar() -> None:
+    """The paper's section 5.4: of single functions, horizontal shifting has the lowest score; equalising is no help."""
+    from gradveil.data import load
+
+    data = load("cifar10")
+    module = build("convnet:width=4", input_shape=data.input_shape, num_classes=10)
+    search = Search(images=10, points=9, epochs=15)
+    common = {"mean": data.mean, "std": data.std}
+    trained = half_trained(module, data.private, search=search, **common)
+    tensors = {"images": data.test.x[:10], "labels": data.test.y[:10], **common}
+    tensors |= {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
+    scorer = Scorer(module, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
+    assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))
