@@ -1,7 +1,7 @@
 """LODA's trade-off: how far obscured images are from their originals, and how well a network trained on them does.
 
     python benchmarks/loda_tradeoff.py --data mnist-5k --c 0.03 0.1 0.3 --out loda-mnist.json
-    GRADVEIL_DATA=… python benchmarks/loda_tradeoff.py --data cifar10 --model convnet:width=16 --images 500
+    GRADVEIL_DATA=… python benchmarks/loda_tradeoff.py --data cifar10 --images 500
 
 Every row obscures the same private images, trains a fresh network on them and tests it on clean images. Two controls
 frame the rows: a network trained on the private images as they are, and one on the obscured images' public starts,

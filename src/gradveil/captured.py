@@ -46,7 +46,9 @@ class Rebuilt:
             labels = None if found.labels is None else found.labels.tolist()
             fit = self.fit[spec] if torch.isfinite(torch.tensor(self.fit[spec])) else None
             row = {"spec": spec, "fit": fit, "labels": labels, "seconds": found.seconds, "failed": found.failed}
-            facts["attacks"].append({**row, "iterations": found.iterations, "files": [f"{stem}.safetensors", f"{stem}.png"]})
+            facts["attacks"].append(
+                {**row, "iterations": found.iterations, "files": [f"{stem}.safetensors", f"{stem}.png"]}
+            )
         write_json(folder / "attack.json", facts)
         return folder
 
@@ -184,7 +186,9 @@ def _training(sent: Update, steps: int | None, lr: float | None) -> LocalTrainin
     if sent.kind == "gradient":
         return LocalTraining()
     if not lr:
-        raise UserError("a weight delta needs the client's learning rate: give --lr (and --local-steps if more than one).")
+        raise UserError(
+            "a weight delta needs the client's learning rate: give --lr (and --local-steps if more than one)."
+        )
     return LocalTraining(epochs=int(steps or 1), lr=float(lr))
 
 

@@ -43,7 +43,7 @@ class ModelFunction:
         self.module.train(mode == "train")
         for part in self.module.modules():
             if getattr(part, "inplace", False):
-                part.inplace = False  # a captured activation must not be overwritten
+                part.inplace = False  # type: ignore[assignment]  # a captured activation must not be overwritten
         if mode == "train":
             replace_all_batch_norm_modules_(self.module)  # batch statistics, no running ones: pure
         self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
@@ -51,6 +51,10 @@ class ModelFunction:
             raise UserError("the model has no trainable parameters, so there is no update to attack.")
         self._penalties = [m for m in self.module.modules() if callable(getattr(m, "penalty", None))]
         self._routes: dict[tuple[torch.Size, bool], Route] = {}
+
+    def drop_penalties(self) -> None:
+        """Leave out what submodules add to the loss: for a network cut before them."""
+        self._penalties = []
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +171,8 @@ def local_delta(
 ) -> Tensors:
     """Weights after minus before, for SGD with the gradients that `gradient(parameters, mini-batch)` gives."""
     assert training.lr is not None
-    parameters, velocity = dict(start), {}
+    parameters = dict(start)
+    velocity: Tensors = {}
     for part in training.slices(examples):
         found = gradient(parameters, part)
         for name, g in found.items():

@@ -165,7 +165,7 @@ class Registry(Generic[T]):
         """The method that `text` writes: a registered name, or a user's own class as `pkg.mod:Class`."""
         text = text.strip()
         match = _SPEC.fullmatch(text)
-        if match and (match["name"] in self or not _IMPORT.fullmatch(text) or "=" in text.partition(":")[2]):
+        if match and (match["name"] in self or not _IMPORT.fullmatch(text)):
             return build(self[match["name"]], parse_settings(match["settings"], of=text), of=text)
         own = _IMPORT.fullmatch(text)
         if not own:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradveil.client import Client
 from gradveil.defenses import Defense, parse
 from gradveil.errors import UserError
-from gradveil.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.gradients import Loss, Mode, ModelFunction, cross_entropy
 from gradveil.types import Batch, LocalTraining
 
 
@@ -85,7 +85,7 @@ def protect(
     private = as_batch(data)
     shape = tuple(private.x.shape[1:])
     module = found.model(model, shape)  # type: ignore[arg-type]
-    mode = "train" if module.training else "eval"
+    mode: Mode = "train" if module.training else "eval"
     classes = num_classes or int(private.hard_labels.max()) + 1
     channels = shape[0]
     client = Client(

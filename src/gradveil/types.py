@@ -95,7 +95,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the adversary is allowed to know. `realistic` infers labels; `paper` grants them; `upper-bound` every secret."""
+    """What the adversary may know: `realistic` infers labels, `paper` grants them, `upper-bound` every secret."""
 
     level: Level = "realistic"
     batch_size: int = 1

@@ -1,7 +1,7 @@
 """Updates and checkpoints as files: safetensors with metadata, and nothing believed before it is checked.
 
-A file from outside is untrusted input: bounded size, finite floating-point tensors, and the names and shapes of the model
-it is said to belong to. No pickle is ever loaded.
+A file from outside is untrusted input: bounded size, finite floating-point tensors, and the names and shapes of the
+model it is said to belong to. No pickle is ever loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradveil.errors import UserError
 from gradveil.files import write_tensors
-from gradveil.types import Tensors, Update
+from gradveil.types import Kind, Tensors, Update
 
 MOST_BYTES = 8 * 2**30
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,7 +45,7 @@ def load_update(path: str | Path) -> tuple[Update, dict[str, Any]]:
             facts[key] = json.loads(value)
         except ValueError:
             facts[key] = value
-    return Update(tensors, kind, int(examples)), facts
+    return Update(tensors, cast(Kind, kind), int(examples)), facts
 
 
 def load_tensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:

@@ -87,7 +87,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("words", "says"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_exit_code_2_and_nothing_written(  # noqa: PLR0917 - fixtures
+def test_bad_input_is_one_line_exit_code_2_and_nothing_written(
     gradveil, archive, tmp_path, monkeypatch, words, says
 ):
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_privacy_score_is_the_area_under_the_similarity(module: torch.nn.Module,
             found = gradient((1 - i) * x0[n] + i * x1[n], y)
             pairs = zip(found, target, strict=True)
             curve.append(np.mean([float(F.cosine_similarity(a.flatten(), b.flatten(), 0, 1e-12)) for a, b in pairs]))
-        areas.append(sum((a + b) / 2 for a, b in zip(curve, curve[1:], strict=False)) / 4)
+        areas.append(sum((a + b) / 2 for a, b in itertools.pairwise(curve)) / 4)
     assert scorer.privacy((3, 1, 7)) == pytest.approx(np.mean(areas), abs=1e-4)
 
 
@@ -202,10 +203,10 @@ def test_shifting_hides_most_on_cifar() -> None:
 
     data = load("cifar10")
     module = build("convnet:width=4", input_shape=data.input_shape, num_classes=10)
-    search = Search(images=10, points=9, epochs=15)
+    search = Search(images=8, points=9, epochs=6)
     common = {"mean": data.mean, "std": data.std}
     trained = half_trained(module, data.private, search=search, **common)
-    tensors = {"images": data.test.x[:10], "labels": data.test.y[:10], **common}
+    tensors = {"images": data.test.x[:8], "labels": data.test.y[:8], **common}
     tensors |= {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
     scorer = Scorer(module, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
     assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))

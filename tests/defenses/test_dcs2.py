@@ -162,7 +162,7 @@ def test_labels_of_another_task_are_replaced() -> None:
 
 
 def test_each_sample_is_crafted_as_if_alone_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    c, batch = client("dcs2:steps=30"), images(3, seed=4)
+    c, batch = client("dcs2:steps=30,match=each"), images(3, seed=4)
     together = send(c, batch)[1].secrets
     x, y = together["dcs2.concealed"], together["dcs2.concealed_labels"]
     start = send(client("dcs2:steps=0"), batch)[1].secrets["dcs2.concealed"]
@@ -174,7 +174,7 @@ def test_each_sample_is_crafted_as_if_alone_in_any_chunks(monkeypatch: pytest.Mo
         assert torch.allclose(own, normal(x[i : i + 1]), atol=1e-2)
     monkeypatch.setattr(dcs2, "_ENTRIES", 1)
     assert torch.allclose(send(c, batch)[1].secrets["dcs2.concealed"], x, atol=1e-2)
-    joint = send(client("dcs2:steps=30,match=joint"), batch)[1].secrets["dcs2.concealed"]
+    joint = send(client("dcs2:steps=30"), batch)[1].secrets["dcs2.concealed"]
     assert (joint - x).abs().max() > 0.1
 
 
@@ -183,7 +183,7 @@ def test_joint_matching_follows_the_gradient_of_all() -> None:
     c = client("none")
 
     def likeness(steps: int) -> float:
-        secrets = send(client(f"dcs2:match=joint,steps={steps}"), batch)[1].secrets
+        secrets = send(client(f"dcs2:steps={steps}"), batch)[1].secrets
         both = (gradient(c, secrets["dcs2.concealed"], secrets["dcs2.concealed_labels"]), gradient(c, batch.x, batch.y))
         return float(torch.cosine_similarity(*map(flat, both), dim=0))
 
@@ -201,7 +201,7 @@ def test_clamping_keeps_pixels_valid() -> None:
 
 def test_crafting_stops_at_the_threshold() -> None:
     batch = images(4)
-    x = send(client("dcs2:steps=400,threshold=30"), batch)[1].secrets["dcs2.concealed"]
+    x = send(client("dcs2:steps=400,threshold=30,match=each"), batch)[1].secrets["dcs2.concealed"]
     distance = (normal(x) - normal(batch.x)).flatten(1).norm(dim=1)
     assert (distance > 29).all() and (distance < 30 + 0.1 * 10 * 2).all()  # a step of Adam moves a pixel by about lr
 
@@ -332,8 +332,9 @@ def test_presets_are_the_scripts_and_can_be_overridden() -> None:
 
 @pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_batch_norm_and_dropout(n: int, mode: str) -> None:
-    c, batch = client("dcs2:steps=3", norms_and_dropout(), mode=mode), images(n)
+@pytest.mark.parametrize("match", ["joint", "each"])
+def test_batch_norm_and_dropout(n: int, mode: str, match: str) -> None:
+    c, batch = client(f"dcs2:steps=3,match={match}", norms_and_dropout(), mode=mode), images(n)
     update, trace = send(c, batch)
     assert all(g.isfinite().all() for g in update.tensors.values())
     assert trace.secrets["dcs2.concealed"].isfinite().all()
@@ -350,8 +351,9 @@ def test_pruning_after_it() -> None:
     assert c.defense.stages == ["gradient", "update"]
 
 
-def test_a_random_model_keeps_its_draw_while_crafting() -> None:
-    c, batch = client("precode:k=6+dcs2:steps=4"), images(3)
+@pytest.mark.parametrize("match", ["joint", "each"])
+def test_a_random_model_keeps_its_draw_while_crafting(match: str) -> None:
+    c, batch = client(f"precode:k=6+dcs2:steps=4,match={match}"), images(3)
     update, again = send(c, batch)[0], send(c, batch)[0]
     assert torch.equal(flat(update.tensors), flat(again.tensors))
     assert "3.bottleneck.encoder.weight" in update.tensors

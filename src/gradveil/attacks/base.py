@@ -106,9 +106,7 @@ class Attack:
         """Why this attack cannot be tried here, or None if it can."""
         return None
 
-    def tamper(
-        self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None
-    ) -> nn.Module:
+    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
         """What a malicious server does to the model before it is sent; the identity for an honest-but-curious one.
 
         `public` are images of the same kind as the network takes them, where the server has any.

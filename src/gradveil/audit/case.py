@@ -76,12 +76,6 @@ class Case:
             return None
         return (self.public.x - self.data.mean.view(-1, 1, 1)) / self.data.std.view(-1, 1, 1)
 
-    @property
-    def _public_inputs(self) -> Tensor | None:
-        """Public images as the network takes them."""
-        mean, std = (t.view(-1, 1, 1) for t in (self.data.mean, self.data.std))
-        return None if self.public is None else (self.public.x - mean) / std
-
     @cached_property
     def pool(self) -> Batch:
         """Distractors for identification. A public part borrowed from another set has other classes and is left out."""

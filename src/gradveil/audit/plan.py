@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from gradveil import attacks as attack_methods
 from gradveil.attacks.base import Attack
+from gradveil.attacks.suite import VERSION, suite_attacks
 from gradveil.audit.case import Case, short_hash, source_of
 from gradveil.audit.spec import SUITE, written
 from gradveil.defenses.base import Defense
@@ -93,7 +91,6 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
     for given in case.spec.attacks:
         if given == SUITE:
             names += suite(defense, case.spec.budget)
-            names += [c for c in defense.counters if c in attack_methods.registry]
         else:
             names.append(written(given))
     return list(dict.fromkeys(names))
@@ -101,10 +98,8 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
 
 def suite(defense: Defense, budget: str) -> list[str]:
     """The standard attacks on a defense."""
-    if importlib.util.find_spec("gradveil.attacks.suite") is None:
-        return ["ig"]
-    return list(importlib.import_module("gradveil.attacks.suite").suite_attacks(defense, budget))
+    return suite_attacks(defense, budget)  # type: ignore[arg-type]
 
 
 def suite_name(case: Case) -> str:
-    return f"{SUITE}-v1" if SUITE in case.spec.attacks else "custom"
+    return VERSION if SUITE in case.spec.attacks else "custom"

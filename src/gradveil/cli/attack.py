@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -88,7 +88,7 @@ def command(
     return 0
 
 
-def _numbers(text: str | None, kind: type, option: str) -> list[float] | None:
+def _numbers(text: str | None, kind: type, option: str) -> Any:
     if text is None:
         return None
     try:

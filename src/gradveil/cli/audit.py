@@ -19,7 +19,7 @@ Texts = Optional[list[str]]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
 
 
-def command(  # noqa: PLR0917 - typer reads options off the signature
+def command(
     data: Annotated[Text, typer.Option(help="Name, path, or pkg.mod:factory. [mnist-5k]")] = None,
     model: Annotated[Text, typer.Option(help="Name, or pkg.mod:factory. [lenet]")] = None,
     defense: Annotated[Texts, typer.Option(help="name:key=value,…; + combines; repeat. [a first picture]")] = None,

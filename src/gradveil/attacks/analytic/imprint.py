@@ -59,9 +59,7 @@ class Imprint(Attack):
     bins: int = Field(default=256, ge=2)
     gain: float = Field(default=1e-3, gt=0)  # as published: small weights, divided out behind the ReLU
 
-    def tamper(
-        self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None
-    ) -> nn.Module:
+    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
         pixels = math.prod(input_shape)
         direction = torch.randn(pixels, generator=generator(0, "imprint")) / math.sqrt(pixels)
         levels = (torch.arange(self.bins) + 0.5) / self.bins
@@ -96,7 +94,9 @@ class Imprint(Attack):
         images = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
         hits = inside.abs() > 1e-5 * bias.abs().max().clamp_min(1e-30)
         ranked = (inside.abs() * hits).argsort(descending=True)[: observation.knowledge.batch_size]
-        found = torch.stack([images[i] / inside[i] if hits[i] else torch.zeros_like(images[i]) for i in ranked.tolist()])
+        found = torch.stack(
+            [images[i] / inside[i] if hits[i] else torch.zeros_like(images[i]) for i in ranked.tolist()]
+        )
         missing = observation.knowledge.batch_size - len(found)
         found = torch.cat([found, found.new_zeros(missing, found.shape[1])])
         share = 1 - hits.sum().clamp_max(len(found)) / len(found)  # how many of the batch no bin speaks of

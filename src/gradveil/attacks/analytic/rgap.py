@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.nn import grad as conv_grad
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import grad as conv_grad
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import exact_input, linear_layers
@@ -63,15 +63,29 @@ class RGAP(Attack):
             weight = observation.state[f"{path}.weight"].double()
             conv = observation.model.module.get_submodule(path)
             signal = conv_grad.conv2d_input(
-                (1, *shapes[0]), weight, k.view(1, *shapes[1]), conv.stride, conv.padding, conv.dilation  # type: ignore[arg-type]
+                (1, *shapes[0]),
+                weight,
+                k.view(1, *shapes[1]),
+                conv.stride,
+                conv.padding,
+                conv.dilation,  # type: ignore[arg-type]
             ).flatten()
         return a.float().view(1, *observation.input_shape), worst.float()
 
     def _invert(
-        self, observation: Observation, path: str, shapes: tuple[torch.Size, torch.Size], z: Tensor, k: Tensor, slope: Tensor
+        self,
+        observation: Observation,
+        path: str,
+        shapes: tuple[torch.Size, torch.Size],
+        z: Tensor,
+        k: Tensor,
+        slope: Tensor,
     ) -> tuple[Tensor, Tensor]:
         conv = observation.model.module.get_submodule(path)
-        weight, sent = observation.state[f"{path}.weight"].double(), observation.update.tensors[f"{path}.weight"].double()
+        weight, sent = (
+            observation.state[f"{path}.weight"].double(),
+            observation.update.tensors[f"{path}.weight"].double(),
+        )
         bias = observation.state.get(f"{path}.bias")
         (channels, height, width), out = shapes[0], shapes[1][0]
         # Which pixel each kernel place reads at each output place; 0 is the padding.

@@ -29,9 +29,7 @@ class TrapWeights(Attack):
     scale: float = Field(default=0.97, gt=0, le=1)  # the mirror's size; smaller isolates more and misses more
     size: float = Field(default=0.5, gt=0)
 
-    def tamper(
-        self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None
-    ) -> nn.Module:
+    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
         module = copy.deepcopy(module)
         pixels = int(torch.tensor(input_shape).prod())
         first = next((m for m in module.modules() if isinstance(m, nn.Linear) and m.in_features == pixels), None)

@@ -6,18 +6,19 @@ alone (distance without priors), never by the truth, which it does not have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.matching import frozen
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow
 from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.starts import Start
-from gradveil.types import Tensors
+from gradveil.types import Tensors, generator
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Problem:
         weights: Tensors | None = None,
         keep: Sequence[str] | None = None,
         labels: Tensor | None = None,
-        noise: Tensors | None = None,
+        transform: Callable[[Tensors], Tensors] | None = None,
     ):
-        """`keep` names the tensors that count; `weights` (0/1 masks too) multiply both sides, victims first or shared."""
+        """`keep` names the tensors that count; `weights` (0/1 masks too) multiply both sides, victims first or shared;
+        `transform` is what a known defense does to an update, applied to ours before it is compared."""
         self.target, self.distance, self.priors, self.restarts = target, distance, tuple(priors), restarts
         self.names = [n for n in target.model.trainable if keep is None or n in keep]
         self.weights = weights or {}
@@ -72,7 +74,8 @@ class Problem:
         self.states = [s.state for s in target.first.seen]
         given = target.labels if labels is None else labels
         self.labels = given.repeat_interleave(restarts, 0)
-        self.noise = {k: v.repeat_interleave(restarts, 0) for k, v in (noise or {}).items()}
+        self.transform = transform
+        self.noise = {k: v.repeat_interleave(restarts, 0) for k, v in _noise(target).items()}
         low, high = (
             target.normalize(torch.zeros(target.first.input_shape)),
             target.normalize(torch.ones(target.first.input_shape)),
@@ -101,20 +104,27 @@ class Problem:
         self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
     ) -> Tensor:
         """The distance alone, summed over sightings."""
-        distance = distance or self.distance
-        if isinstance(distance, PerRow) and rows is not None:
-            distance = distance.rows(rows)
         y = labels if labels is not None else self.labels if rows is None else self.labels[rows]
         noise = self.noise if rows is None else {k: v[rows] for k, v in self.noise.items()}
-        victims = torch.arange(self.rows) // self.restarts if rows is None else rows // self.restarts
         total: Tensor | None = None
-        for state, seen in zip(self.states, self.seen, strict=True):
+        for i, state in enumerate(self.states):
             found = self.target.model.updates(state, x, y, self.target.training, noise)
-            ours = self._weighed(found, victims)
-            term = distance(ours, [t[victims] for t in seen])
+            term = self.compare(found, rows, i, distance)
             total = term if total is None else total + term
         assert total is not None
         return total / len(self.seen)
+
+    def compare(
+        self, found: Tensors, rows: Tensor | None = None, sighting: int = 0, distance: Distance | None = None
+    ) -> Tensor:
+        """The distance of updates from those of one sighting."""
+        distance = distance or self.distance
+        if isinstance(distance, PerRow) and rows is not None:
+            distance = distance.rows(rows)
+        victims = torch.arange(self.rows) // self.restarts if rows is None else rows // self.restarts
+        if rows is None and self.restarts == 1:
+            return distance(self._weighed(found, victims), self.seen[sighting])
+        return distance(self._weighed(found, victims), [t[victims] for t in self.seen[sighting]])
 
     def residual(self, x: Tensor, distance: Distance) -> Tensor:
         with torch.no_grad():
@@ -133,12 +143,20 @@ class Problem:
         return result
 
 
+def _noise(target: Target) -> Tensors:
+    """The draw of a random model: the true one where it was granted, else one of the adversary's own, held fixed."""
+    drawn = target.model.draw_noise(target.shape[1], generator("noise"))
+    secrets = [o.knowledge.secrets for o in target.observations]
+    return {name: torch.stack([known.get(name, own) for known in secrets]) for name, own in drawn.items()}
+
+
 def solve(target: Target, match: Match, *, problem: Problem | None = None, start: Tensor | None = None) -> Solution:
     """Run one match from its starts to its end."""
     problem = problem or Problem(target, match.distance, match.priors, restarts=match.restarts)
     x = start if start is not None else match.start.draw(target, problem.restarts, target.rng)
     if isinstance(match.optimizer, LBFGS):
-        tick = (lambda i: target.progress(i, match.steps)) if target.progress else None
+        show = target.progress
+        tick = (lambda i: show(i, match.steps)) if show else None
         if match.learn_labels:
             x, labels, value, used = _second_order_with_labels(problem, match, x, tick)
         else:
@@ -183,11 +201,12 @@ def _first_order(
     best_labels = labels.clone()
     since, record_every = torch.zeros(len(x)), max(1, match.steps // 100)
     history: dict[str, list[float]] = {"step": [], "objective": []}
+    objective = frozen.objective(problem, signed=match.optimizer.signed)
     for i in range(match.steps):
         if match.learn_labels:
             value, g, g_labels = _joint(problem, x, labels)
         else:
-            value, g = problem(x)
+            value, g = objective(x)
         better = value < best_value
         best = torch.where(better.view(-1, 1, 1, 1, 1), x, best)
         best_value = torch.where(better, value, best_value)

@@ -132,6 +132,7 @@ def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
     exact = [f for f in found if f is not None]
     features, signals = torch.stack([a for a, _ in exact]), torch.stack([s for _, s in exact])
     model = ModelFunction(Features(first.model.module, layers[0]), inner_product, first.model.mode)
+    model.drop_penalties()  # they belong to layers behind the cut
     before = _parameters_before(model, target)
     if not before:
         return None

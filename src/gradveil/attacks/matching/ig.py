@@ -50,12 +50,12 @@ class InvertingGradients(Attack):
     """Cosine distance + total variation, signed Adam, boxed."""
 
     paper: Literal["gradveil", "geiping", "loda", "ats", "dcs2", "precode", "refiner", "balunovic"] = "gradveil"
-    steps: int | None = Field(None, ge=1)
-    tv: float | None = Field(None, ge=0)
-    lr: float | None = Field(None, gt=0)
+    steps: int | None = Field(default=None, ge=1)
+    tv: float | None = Field(default=None, ge=0)
+    lr: float | None = Field(default=None, gt=0)
     signed: bool | None = None
     boxed: bool | None = None
-    restarts: int = Field(1, ge=1)
+    restarts: int = Field(default=1, ge=1)
 
     def run(self, target: Target) -> Answer:
         published = VARIANTS[self.paper]

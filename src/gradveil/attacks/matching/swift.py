@@ -13,6 +13,9 @@ is ruled by one layer on some initialisations, the layer-relative L2 is ill-cond
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -32,44 +35,58 @@ LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-6, 100))  # common distance: before and after the choice
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim stands
 
+Options = Callable[[Target], dict[str, Any]]
+
+
+def plain(target: Target) -> dict[str, Any]:
+    """Nothing known beyond the update."""
+    return {}
+
 
 @attack("swift")
 @settings
 class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual."""
 
-    restarts: int = Field(2, ge=0)  # further starts for victims that did not converge
-    cycles: int = Field(2, ge=0)  # further descents for victims that are close
-    converged: float = Field(1e-3, gt=0)  # residual (share of the update's size) below which a victim needs no new start
-    exact: float = Field(1e-6, gt=0)  # … and below which it is done
-    adam_steps: int = Field(1200, ge=0)  # for those that never converge
+    restarts: int = Field(default=2, ge=0)  # further starts for victims that did not converge
+    cycles: int = Field(default=2, ge=0)  # further descents for victims that are close
+    converged: float = Field(
+        default=1e-3, gt=0
+    )  # residual (share of the update's size) below which a victim needs no new start
+    exact: float = Field(default=1e-6, gt=0)  # … and below which it is done
+    adam_steps: int = Field(default=1200, ge=0)  # for those that never converge
 
     def run(self, target: Target) -> Answer:
-        x, residual, used = _portfolio(target, 0.1)
+        return self.reconstruct(target)
+
+    def reconstruct(self, target: Target, options: Options = plain) -> Answer:
+        """The attack, with what a counter knows (`options` of the problem: masks, tensors that count, a transform)."""
+        x, residual, used = _portfolio(target, 0.1, options)
         for again in range(self.restarts):
-            rows = _open(residual, self.converged)
-            if not rows or (again and float(residual[rows].min()) > 0.1):
-                break  # nothing left to do, or kinks and noise in the way: new starts do not help there
-            found = _portfolio(target.subset(rows), 0.1 if again == 0 else 0.5)
+            # Far away stand kinks or noise, and new starts do not help there.
+            rows = [i for i in _open(residual, self.converged) if residual[i] < 0.3]
+            if not rows:
+                break
+            found = _portfolio(target.subset(rows), 0.1 if again == 0 else 0.5, options)
             used += _keep_better(x, residual, rows, found)
         for _ in range(self.cycles):
             rows = [i for i in _open(residual, self.exact) if residual[i] < 0.1]
             if not rows:
                 break
-            used += _keep_better(x, residual, rows, _cycle(target.subset(rows), x[rows]))
+            used += _keep_better(x, residual, rows, _cycle(target.subset(rows), x[rows], options))
         rows = _open(residual, 10 * self.converged)
         if rows and self.adam_steps:
             part = target.subset(rows)
             steps = steps_for(part, self.adam_steps)
             match = Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps=steps, box=True)
-            problem = Problem(part, match.distance, match.priors)
+            problem = Problem(part, match.distance, match.priors, **options(part))
             solution = solve(part, match, problem=problem)
             found = (solution.x, problem.residual(solution.x, RelativeL2()), solution.iterations)
             used += _keep_better(x, residual, rows, found)
         return Answer(x, residual, iterations=used)
 
 
-def _portfolio(target: Target, scale: float) -> tuple[Tensor, Tensor, int]:
+def _portfolio(target: Target, scale: float, options: Options) -> tuple[Tensor, Tensor, int]:
     """Steps 1 and 2: images, residuals, evaluations."""
     victims, each = target.shape[0], len(DISTANCES)
     factor = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}[target.budget]
@@ -77,28 +94,30 @@ def _portfolio(target: Target, scale: float) -> tuple[Tensor, Tensor, int]:
     mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
     used = 0
     for distance, (weight, steps) in [(mixed, s) for s in LADDER] + [(RelativeL2(), FINISH[0])]:
-        x, count = _descend(target, distance, weight, int(steps * factor), x, each)
+        x, count = _descend(target, distance, weight, int(steps * factor), x, each, options)
         used += count
-    problem = Problem(target, RelativeL2(), (), restarts=each)
+    problem = Problem(target, RelativeL2(), (), restarts=each, **options(target))
     residual = torch.nan_to_num(problem.residual(x, RelativeL2()), nan=float("inf"))
     pick = residual.unflatten(0, (victims, each)).argmin(1) + torch.arange(victims) * each
-    x, count = _descend(target, RelativeL2(), FINISH[1][0], int(FINISH[1][1] * factor), x[pick], 1)
-    residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
+    x, count = _descend(target, RelativeL2(), FINISH[1][0], int(FINISH[1][1] * factor), x[pick], 1, options)
+    residual = Problem(target, RelativeL2(), (), **options(target)).residual(x, RelativeL2())
     return x, torch.nan_to_num(residual, nan=float("inf")), used + count
 
 
-def _cycle(target: Target, x: Tensor) -> tuple[Tensor, Tensor, int]:
+def _cycle(target: Target, x: Tensor, options: Options) -> tuple[Tensor, Tensor, int]:
     used = 0
     for distance, (weight, steps) in [*((Cosine(), s) for s in CYCLE), (RelativeL2(), FINISH[1])]:
-        x, count = _descend(target, distance, weight, steps, x, 1)
+        x, count = _descend(target, distance, weight, steps, x, 1, options)
         used += count
-    return x, Problem(target, RelativeL2(), ()).residual(x, RelativeL2()), used
+    return x, Problem(target, RelativeL2(), (), **options(target)).residual(x, RelativeL2()), used
 
 
-def _descend(target: Target, distance: object, weight: float, steps: int, x: Tensor, each: int) -> tuple[Tensor, int]:
+def _descend(
+    target: Target, distance: object, weight: float, steps: int, x: Tensor, each: int, options: Options
+) -> tuple[Tensor, int]:
     optimizer = LBFGS(history=30)
     match = Match(distance, (TV(weight, "smoothed"),), optimizer, steps=steps)  # type: ignore[arg-type]
-    problem = Problem(target, match.distance, match.priors, restarts=each)
+    problem = Problem(target, match.distance, match.priors, restarts=each, **options(target))
     solution = solve(target, match, problem=problem, start=x)
     return solution.x, solution.iterations
 

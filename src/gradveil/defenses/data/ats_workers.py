@@ -68,6 +68,7 @@ def _start(first: dict[str, Any], inbox: queue.Queue[tuple[subprocess.Popen[str]
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         text=True,
         encoding="utf-8",
+        start_new_session=True,  # Ctrl-C reaches the parent alone
     )
     _send(worker, first)
 

@@ -7,10 +7,13 @@ At every step, for each sensitive sample (x_s, y_s):
 2. Add its gradient to the one of the batch (Eq. 10): g_c = g + λg·∇L(x_c, y_c) + (1 − λg)·∇L(x_c, y_s).
 3. If ⟨g, g_c⟩ < 0, project: g_c + v·g, by the closed form of Eq. 12, v = −⟨g, g_c⟩ / ‖g‖².
 
+Several sensitive samples: the paper derives Eq. 9 for one and then writes ∇L(f(x_s), y_s) for the whole mini-batch, and
+its code compares the joint gradient of all sensitive samples with that of all concealed ones (`match=joint`, the
+default). With `match=each` every concealed sample follows its own. That hides a little more and costs more: a cosine
+does not see that on a trained net most samples hardly pull, and the sum of their doubles points elsewhere. Where
+BatchNorm in training mode couples the images of a batch only the joint reading is defined, and it is taken.
+
 Where paper and public code differ the paper is the default:
-- several sensitive samples: the paper speaks of one, without loss of generality, so each concealed sample follows its
-  own (`match=each`); the code compares the joint gradient of all (`match=joint`). Where BatchNorm in training mode
-  couples the images of a batch only the joint reading is defined, and it is taken.
 - the code divides Eq. 10 by 3, by 2 where λg is 0 or 1 (`divide`), and adds at least half of g when it projects
   (`margin=0.5`). Eq. 12 prints v where v² is meant. The constant ε of Eq. 9 has no effect and is left out.
 - neither keeps x_c in the range of pixels, and it does leave it by far; `clamp` keeps it there.
@@ -81,7 +84,7 @@ class DCS2(Defense):
     steps: int = Field(default=1000, ge=0)
     lr: float = Field(default=0.1, gt=0)  # Adam's, ×0.1 at 3/8, 5/8 and 7/8 of the steps
     clamp: bool = False
-    match: Literal["each", "joint"] = "each"
+    match: Literal["joint", "each"] = "joint"
     divide: bool = False
     margin: float = Field(default=0.0, ge=0)
 

@@ -16,7 +16,7 @@ from gradveil.types import Tensors
 class Clip(Defense):
     """Scale the update so that its L2 norm over all tensors is at most `norm`."""
 
-    norm: float = Field(1.0, gt=0)
+    norm: float = Field(default=1.0, gt=0)
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         size = torch.sqrt(sum((g.double() ** 2).sum() for g in tensors.values()))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from gradveil.types import Tensors
 class Gaussian(Defense):
     """Add N(0, std²) to every entry."""
 
-    std: float = Field(1e-2, ge=0)  # PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST
+    std: float = Field(default=1e-2, ge=0)  # PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         return {name: g + self.std * _like(g, torch.randn, step) for name, g in tensors.items()}
@@ -31,7 +31,7 @@ class Gaussian(Defense):
 class Laplace(Defense):
     """Add Laplace(0, scale) to every entry."""
 
-    scale: float = Field(1e-2, ge=0)  # ATS: 1e-3 and 1e-2
+    scale: float = Field(default=1e-2, ge=0)  # ATS: 1e-3 and 1e-2
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         return {name: g + self.scale * _laplace(_like(g, torch.rand, step)) for name, g in tensors.items()}

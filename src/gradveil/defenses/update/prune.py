@@ -23,7 +23,7 @@ from gradveil.types import Tensors
 class Prune(Defense):
     """Zero the smallest `ratio` of the entries; at least one entry of every tensor stays."""
 
-    ratio: float = Field(0.9, ge=0, lt=1)  # LODA Table 1: 0.9 and 0.99
+    ratio: float = Field(default=0.9, ge=0, lt=1)  # LODA Table 1: 0.9 and 0.99
     scope: Literal["tensor", "global"] = "tensor"
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:

@@ -1,0 +1,194 @@
+"""The gradient of the matching loss on large nets, by first-order passes alone: 5 forward passes' worth of work, not 7.
+
+With V the derivative of the distance by the update, that by the images is the derivative of ∇ₓL along V in weights.
+It is taken as the difference (∇ₓL(W + εV/|V|, x) − ∇ₓL(W, x)) · |V|/ε, with the ReLU masks and max-pool choices of the
+first pass replayed in the second: the exact derivative does not see them change either. Rounding is left, so this is
+for steps by sign, and only where it has agreed with the exact route: at the first step, and now and then after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.attacks.budget import forward_cost
+from gradveil.attacks.matching.distances import Cosine
+from gradveil.gradients import ModelFunction
+from gradveil.types import Tensors
+
+if TYPE_CHECKING:
+    from gradveil.attacks.matching.engine import Problem
+
+LARGE = 2e7  # multiply-adds of a forward pass from which one victim at a time is as fast as all at once
+EPSILONS = (1e-3, 1e-4, 1e-2)  # lengths of the step in weight space, tried in this order
+AGREEMENT = 0.99  # share of signs that must be those of the exact route
+CHECK_EVERY = 500
+
+
+class _Replayed(nn.Module):
+    """A layer that decides (which entries pass), once while recording, and stays with it while replaying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices: list[Tensor] = []
+        self.replay = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replay:
+            choice = self.choices.pop(0)
+        else:
+            choice = self.choose(x.detach())
+            self.choices.append(choice)
+        return self.apply_choice(x, choice)
+
+    def choose(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _ReLU(_Replayed):
+    def choose(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
+        return x * choice
+
+
+class _MaxPool(_Replayed):
+    def __init__(self, pool: nn.MaxPool2d):
+        super().__init__()
+        self.settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+
+    def choose(self, x: Tensor) -> Tensor:
+        return F.max_pool2d_with_indices(x, *self.settings)[1]  # type: ignore[no-any-return]
+
+    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
+        return x.flatten(-2).gather(-1, choice.flatten(-2)).view(choice.shape)
+
+
+class Frozen:
+    """A drop-in for `Problem.__call__` over all rows, one after another."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.epsilon, self.calls, self.exact = problem, EPSILONS[0], 0, False
+        model = problem.target.model
+        self.model = ModelFunction(_replayed(model.module), model.loss_fn, model.mode)
+        self._layers = [m for m in self.model.module.modules() if isinstance(m, _Replayed)]
+        self._sizes = [_norm(seen) for seen in problem.seen]
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if rows is not None:
+            return self.problem(x, rows)
+        if self.calls % CHECK_EVERY == 0 and not self.exact:
+            self.exact = not self._agrees(x)
+        self.calls += 1
+        if self.exact:
+            return self.problem(x)
+        value, gradient = torch.empty(len(x)), torch.empty_like(x)
+        for row in range(len(x)):
+            value[row], gradient[row] = self.row(x[row], row)
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            prior = sum((p(leaf, self.problem, None) for p in self.problem.priors), torch.zeros(len(x)))
+            if prior.requires_grad:
+                gradient += torch.autograd.grad(prior.sum(), leaf)[0]
+        return value + prior.detach(), gradient
+
+    def row(self, x: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """Distance of one row, and its derivative by the images."""
+        problem, count = self.problem, len(self.problem.seen)
+        y, noise = problem.labels[row], {k: v[row] for k, v in problem.noise.items()}
+        value, gradient = torch.zeros(()), torch.zeros_like(x)
+        for sighting, state in enumerate(problem.states):
+            before, found = self._pass(state, x, y, noise, replay=False)
+            term, moved, scale = self._move(state, found, row, sighting)
+            after, _ = self._pass({**state, **moved}, x, y, noise, replay=True)
+            value, gradient = value + term / count, gradient + (after - before) * (scale / count)
+        return value, gradient
+
+    def _pass(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors, *, replay: bool) -> tuple[Tensor, Tensors]:
+        """∇ₓL, and while recording the update as well."""
+        for layer in self._layers:
+            layer.replay = replay
+            if not replay:
+                layer.choices.clear()
+        x = x.detach().requires_grad_()
+        wanted = {} if replay else {n: state[n].detach().requires_grad_() for n in self.problem.names}
+        with torch.enable_grad():
+            loss = self.model.loss({**state, **wanted}, x, y, noise)
+        first, *rest = torch.autograd.grad(loss, [x, *wanted.values()], materialize_grads=True)
+        return first, dict(zip(wanted, rest, strict=True))
+
+    def _move(self, state: Tensors, found: Tensors, row: int, sighting: int) -> tuple[Tensor, Tensors, Tensor]:
+        """Distance, the weights a step along its derivative by the update, and what the difference is worth."""
+        problem, names = self.problem, self.problem.names
+        victim = row // problem.restarts
+        if isinstance(problem.distance, Cosine) and not problem.weights:
+            # V = (cos·a/|a| − b/|b|) / |a| for the update a and the target b: no need to build it first.
+            a, b = [found[n] for n in names], [t[victim] for t in problem.seen[sighting]]
+            size, other = _norm([t[None] for t in a])[0], self._sizes[sighting][victim]
+            cosine = sum(torch.dot(p.flatten(), q.flatten()) for p, q in zip(a, b, strict=True)) / (size * other)
+            length = (1 - cosine**2).clamp_min(1e-12).sqrt() / size
+            step = self.epsilon / (length * size)
+            torch._foreach_mul_(a, float(step * cosine / size))
+            torch._foreach_add_(a, b, alpha=-float(step / other))
+            torch._foreach_add_(a, [state[n] for n in names])
+            return 1 - cosine, dict(zip(names, a, strict=True)), length / self.epsilon
+        leaves = {n: g[None].requires_grad_() for n, g in found.items()}
+        with torch.enable_grad():
+            value = problem.compare(leaves, torch.tensor([row]), sighting)
+        slope = torch.autograd.grad(value.sum(), list(leaves.values()))
+        length = _norm(slope)[0].clamp_min(1e-30)
+        step = float(self.epsilon / length)
+        moved = {n: state[n] + step * v[0] for n, v in zip(names, slope, strict=True)}
+        return value.detach()[0], moved, length / self.epsilon
+
+    def _agrees(self, x: Tensor) -> bool:
+        """Whether the first row's signs are those of the exact route, for the first step length that serves."""
+        leaf = x[:1].detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.problem.mismatch(leaf, torch.tensor([0]))
+            (exact,) = torch.autograd.grad(value.sum(), leaf)
+        for epsilon in (self.epsilon, *(e for e in EPSILONS if e != self.epsilon)):
+            self.epsilon = epsilon
+            if float((self.row(x[0], 0)[1].sign() == exact[0].sign()).float().mean()) >= AGREEMENT:
+                return True
+        return False
+
+
+def objective(problem: Problem, *, signed: bool) -> Problem | Frozen:
+    """The route for first-order steps: frozen for signed ones on large nets that send a gradient, else the problem."""
+    target = problem.target
+    if not signed or target.training.kind != "gradient":
+        return problem
+    if target.model.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in _parts(problem)):
+        return problem  # the second pass would draw anew
+    return Frozen(problem) if forward_cost(target.model.module, target.first.input_shape) >= LARGE else problem
+
+
+def _parts(problem: Problem) -> list[nn.Module]:
+    return list(problem.target.model.module.modules())
+
+
+def _replayed(module: nn.Module) -> nn.Module:
+    """A copy in which every ReLU and max-pool can be replayed. Other kinks are found by the check of signs."""
+    twin = copy.deepcopy(module)
+    for parent in list(twin.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(parent, name, _ReLU())
+            elif isinstance(child, nn.MaxPool2d):
+                setattr(parent, name, _MaxPool(child))
+    return twin
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Of every row of all tensors together."""
+    return torch.stack([t.flatten(1).norm(dim=1) for t in tensors]).norm(dim=0)

@@ -1,0 +1,114 @@
+"""What most tests stand on: victims of a small federation, and how much of them an attack got back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradveil import metrics, models
+from gradveil.client import Client
+from gradveil.data import DataSet, load
+from gradveil.defenses import parse
+from gradveil.gradients import ModelFunction
+from gradveil.types import (
+    Batch,
+    Level,
+    LocalTraining,
+    Observation,
+    Reconstruction,
+    Sighting,
+    Tensors,
+    Trace,
+    generator,
+    observe,
+)
+
+torch.set_num_threads(1)
+
+ONE_GRADIENT = LocalTraining()
+Victims = tuple[list[Observation], list[Trace]]
+
+
+@lru_cache
+def _data(name: str) -> DataSet:
+    return load(name)
+
+
+@lru_cache
+def _network(data: str, model: str, defense: str, seed: int) -> tuple[ModelFunction, Tensors]:
+    """One function and one state for all who ask alike, so that their victims can be attacked in one stack."""
+    found = _data(data)
+    module = models.build(model, input_shape=found.input_shape, num_classes=found.num_classes, seed=seed)
+    function = ModelFunction(parse(defense).model(module, found.input_shape))
+    return function, function.state()
+
+
+def _observe_victims(
+    data: str = "mnist-5k",
+    model: str = "lenet",
+    defense: str = "none",
+    victims: int = 4,
+    batch_size: int = 1,
+    training: LocalTraining = ONE_GRADIENT,
+    level: Level = "realistic",
+    seed: int = 0,
+) -> Victims:
+    found, method = _data(data), parse(defense)
+    function, state = _network(data, model, defense if "model" in method.stages else "none", seed)
+    shared = {"num_classes": found.num_classes, "mean": found.mean, "std": found.std}
+    client = Client(
+        function, method, training, state=state, private=found.private, public=found.public, seed=seed, **shared
+    )
+    places = torch.randperm(len(found.private), generator=generator(seed, "victims")).split(batch_size)
+    observations, traces = [], []
+    for victim in range(victims):
+        update, trace = client.round(state, found.private[places[victim]], victim)
+        seen = [Sighting(state, update)]
+        known = {"level": level, "training": training, "defense": method, "public": found.public, "trace": trace}
+        observations.append(observe(function, seen, input_shape=found.input_shape, **shared, **known))
+        traces.append(trace)
+    return observations, traces
+
+
+def _matched(
+    measure: Callable[[Tensor, Tensor], Tensor], found: Sequence[Reconstruction], traces: Sequence[Trace]
+) -> Tensor:
+    rows = []
+    for reconstruction, trace in zip(found, traces, strict=True):
+        truth = trace.original.x
+        rows.append(measure(truth, reconstruction.images[metrics.match(truth, reconstruction.images)]))
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="session")
+def observe_victims() -> Callable[..., Victims]:
+    """`observe_victims(model="lenet", defense="none", victims=4, …)`: what a server sees of each, and what is true."""
+    return _observe_victims
+
+
+@pytest.fixture(scope="session")
+def best_psnr() -> Callable[[Sequence[Reconstruction], Sequence[Trace]], Tensor]:
+    """PSNR of every image against its original (victims × batch), the images of a batch matched first."""
+    return lambda found, traces: _matched(metrics.psnr, found, traces)
+
+
+@pytest.fixture(scope="session")
+def best_ssim() -> Callable[[Sequence[Reconstruction], Sequence[Trace]], Tensor]:
+    return lambda found, traces: _matched(metrics.ssim, found, traces)
+
+
+@pytest.fixture(scope="session")
+def shapes() -> DataSet:
+    """Small smooth pictures of three classes, 1 × 12 × 12: quick to make, and no file is read."""
+
+    def made(n: int, purpose: str) -> Batch:
+        coarse = torch.rand(n, 1, 4, 4, generator=generator(0, "shapes", purpose))
+        x = torch.nn.functional.interpolate(coarse, scale_factor=3, mode="bilinear", align_corners=False)
+        return Batch((x * 255).round() / 255, torch.arange(n) % 3)
+
+    names, mean, std = ("a", "b", "c"), torch.tensor([0.5]), torch.tensor([0.25])
+    return DataSet("shapes", made(60, "private"), made(64, "public"), made(10, "test"), 3, names, mean, std)
