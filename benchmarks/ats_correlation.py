@@ -24,7 +24,7 @@ from gradveil import __version__, attacks
 from gradveil.client import Client
 from gradveil.data import load
 from gradveil.defenses import parse
-from gradveil.defenses.data.ats import write_policy
+from gradveil.defenses.data.ats import Policy, write_policy
 from gradveil.defenses.data.ats_search import Scorer, Search, candidates, half_trained
 from gradveil.files import write_json
 from gradveil.gradients import ModelFunction
@@ -53,52 +53,60 @@ def main() -> None:
     shape, classes = data.input_shape, data.num_classes
     module = build(given.model, input_shape=shape, num_classes=classes, seed=given.seed)
     search = Search(candidates=given.policies, images=given.images, epochs=given.epochs, seed=given.seed)
-    normal = {"mean": data.mean, "std": data.std}
-    trained = half_trained(module, data.private, search=search, **normal)
+    trained = half_trained(module, data.private, mean=data.mean, std=data.std, search=search)
     order = torch.randperm(len(data.test), generator=generator(given.seed, "ats-images"))
     scored, victims = data.test[order[: given.images]], data.test[order[given.images :][: given.victims]]
 
     function = ModelFunction(module)
-    tensors = {"images": scored.x, "labels": scored.y, **normal}
+    tensors = {"images": scored.x, "labels": scored.y, "mean": data.mean, "std": data.std}
     tensors |= {f"fresh.{n}": t for n, t in function.state().items()} | {f"trained.{n}": t for n, t in trained.items()}
     scorer, attack = Scorer(module, tensors, search), attacks.parse(given.attack)
 
-    rows = []
-    for policy in candidates(search):
-        if time.monotonic() - begun > 60 * given.minutes:
-            break
-        common = {"state": trained, "private": data.private, "public": None, "num_classes": classes, "seed": given.seed}
-        client = Client(function, parse(f"ats:policy={write_policy((policy,))}"), LocalTraining(), **common, **normal)
+    def gained(policy: Policy) -> float:
+        """Mean PSNR of the attack under a policy."""
+        client = Client(
+            function,
+            parse(f"ats:policy={write_policy((policy,))}"),
+            LocalTraining(),
+            state=trained,
+            private=data.private,
+            public=None,
+            num_classes=classes,
+            mean=data.mean,
+            std=data.std,
+            seed=given.seed,
+        )
         sent = [client.round(trained, victims[i : i + 1], i) for i in range(len(victims))]
         seen = [
             observe(
                 function,
-                [Sighting(trained, u)],
+                [Sighting(trained, update)],
                 input_shape=shape,
                 num_classes=classes,
+                mean=data.mean,
+                std=data.std,
                 level="paper",
-                trace=t,
-                **normal,
+                trace=trace,
             )
-            for u, t in sent
+            for update, trace in sent
         ]
         rebuilt = torch.cat([found.images for found in attack(seen, seed=given.seed)])
-        values = psnr(torch.cat([t.fed.x for _, t in sent]), rebuilt)
-        rows.append(
-            {"policy": write_policy((policy,)), "privacy": scorer.privacy(policy), "psnr": float(values.mean())}
-        )
-        print(
-            f"{len(rows):3} {rows[-1]['policy']:>9}  S_pri {rows[-1]['privacy']:.3f}  PSNR {rows[-1]['psnr']:.2f} dB",
-            flush=True,
-        )
+        return float(psnr(torch.cat([trace.fed.x for _, trace in sent]), rebuilt).mean())
 
-    score, gained = ([row[name] for row in rows] for name in ("privacy", "psnr"))
-    straight, ranked = pearsonr(score, gained), spearmanr(score, gained)
+    rows: list[tuple[str, float, float]] = []
+    for policy in candidates(search):
+        if time.monotonic() - begun > 60 * given.minutes:
+            break
+        rows.append((write_policy((policy,)), scorer.privacy(policy), gained(policy)))
+        print("{:3} {:>9}  S_pri {:.3f}  PSNR {:.2f} dB".format(len(rows), *rows[-1]), flush=True)
+
+    scores, levels = [row[1] for row in rows], [row[2] for row in rows]
+    straight, ranked = pearsonr(scores, levels), spearmanr(scores, levels)
     summary = {
         "policies": len(rows),
         "pearson": {"r": float(straight.statistic), "p": float(straight.pvalue)},
         "spearman": {"r": float(ranked.statistic), "p": float(ranked.pvalue)},
-        "psnr": {"mean": statistics.fmean(gained), "min": min(gained), "max": max(gained)},
+        "psnr": {"mean": statistics.fmean(levels), "min": min(levels), "max": max(levels)},
         "seconds": round(time.monotonic() - begun),
     }
     print(summary)
@@ -110,7 +118,7 @@ def main() -> None:
             "on": platform.machine(),
         }
         options = {name: str(value) for name, value in vars(given).items()}
-        write_json(given.out, {"options": options, **about, **summary, "rows": rows})
+        write_json(given.out, {"options": options, **about, **summary, "rows": [list(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import hypothesis
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradveil import metrics, models
+from gradveil import attacks, metrics, models
 from gradveil.client import Client
 from gradveil.data import DataSet, load
 from gradveil.defenses import parse
@@ -28,37 +29,45 @@ from gradveil.types import (
 )
 
 torch.set_num_threads(1)
+# No deadline: on a busy machine one example may take any time.
+hypothesis.settings.register_profile("gradveil", deadline=None, max_examples=60, derandomize=True)
+hypothesis.settings.load_profile("gradveil")
 
 ONE_GRADIENT = LocalTraining()
 Victims = tuple[list[Observation], list[Trace]]
 
 
 @lru_cache
-def _data(name: str) -> DataSet:
-    return load(name)
+def _data(source: str | DataSet) -> DataSet:
+    return load(source)
 
 
 @lru_cache
-def _network(data: str, model: str, defense: str, seed: int) -> tuple[ModelFunction, Tensors]:
+def _network(
+    data: DataSet, model: str | nn.Module, defense: str, tampering: str | None, seed: int
+) -> tuple[ModelFunction, Tensors]:
     """One function and one state for all who ask alike, so that their victims can be attacked in one stack."""
-    found = _data(data)
-    module = models.build(model, input_shape=found.input_shape, num_classes=found.num_classes, seed=seed)
-    function = ModelFunction(parse(defense).model(module, found.input_shape))
+    module = models.build(model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
+    if tampering:
+        public = (data.public.x - data.mean.view(-1, 1, 1)) / data.std.view(-1, 1, 1)
+        module = attacks.parse(tampering).tamper(module, data.input_shape, public)
+    function = ModelFunction(parse(defense).model(module, data.input_shape))
     return function, function.state()
 
 
 def _observe_victims(
-    data: str = "mnist-5k",
-    model: str = "lenet",
+    data: str | DataSet = "mnist-5k",
+    model: str | nn.Module = "lenet",
     defense: str = "none",
     victims: int = 4,
     batch_size: int = 1,
     training: LocalTraining = ONE_GRADIENT,
     level: Level = "realistic",
     seed: int = 0,
+    tampering: str | None = None,
 ) -> Victims:
     found, method = _data(data), parse(defense)
-    function, state = _network(data, model, defense if "model" in method.stages else "none", seed)
+    function, state = _network(found, model, defense if "model" in method.stages else "none", tampering, seed)
     shared = {"num_classes": found.num_classes, "mean": found.mean, "std": found.std}
     client = Client(
         function, method, training, state=state, private=found.private, public=found.public, seed=seed, **shared
@@ -86,7 +95,10 @@ def _matched(
 
 @pytest.fixture(scope="session")
 def observe_victims() -> Callable[..., Victims]:
-    """`observe_victims(model="lenet", defense="none", victims=4, …)`: what a server sees of each, and what is true."""
+    """`observe_victims(model="lenet", defense="none", victims=4, …)`: what a server sees of each, and what is true.
+
+    `tampering` names an attack by which a malicious server changes the model first.
+    """
     return _observe_victims
 
 

@@ -27,6 +27,7 @@ import breaching  # noqa: E402
 def attack(request: dict[str, Any]) -> dict[str, Any]:
     with np.load(request["images"], allow_pickle=False) as file:
         pixels, labels, mean, std = (torch.from_numpy(file[k]) for k in ("x", "y", "mean", "std"))
+    pixels, labels = pixels[: request["count"]], labels[: request["count"]]
     shape = list(pixels.shape[1:])
     model = build(request["model"], input_shape=tuple(shape), num_classes=request["classes"], seed=request["seed"])
     model.eval()

@@ -34,9 +34,9 @@ def load_update(path: str | Path) -> tuple[Update, dict[str, Any]]:
     tensors, meta = load_tensors(path)
     kind = meta.pop("kind", "gradient")
     if kind not in ("gradient", "delta"):
-        raise UserError(f"{path}: kind '{kind}' is neither 'gradient' nor 'delta'.")
+        raise UserError(f"{path}: kind {kind!r} is neither 'gradient' nor 'delta'.")
     examples = str(meta.pop("examples", "1"))
-    if not examples.isdigit() or not 1 <= int(examples) <= 1_000_000:
+    if not examples.isdecimal() or not 1 <= int(examples) <= 1_000_000:
         raise UserError(f"{path}: 'examples' is '{examples}', not a number of images.")
     meta.pop("gradveil", None)
     facts: dict[str, Any] = {}

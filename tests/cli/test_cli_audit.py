@@ -87,9 +87,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("words", "says"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_line_exit_code_2_and_nothing_written(
-    gradveil, archive, tmp_path, monkeypatch, words, says
-):
+def test_bad_input_is_one_line_exit_code_2_and_nothing_written(gradveil, archive, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     data = [] if "--data" in words else ["--data", archive]
     code, out, err = gradveil("audit", *data, *words, "--out", "run")

@@ -190,6 +190,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *options, "--seed", "1", "--workers", "1", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["policy"] in capsys.readouterr().out
+    assert found["found_on"]["model"] == "lenet" and found["search"]["seed"] == 1
     assert found["privacy"]["best"] <= found["privacy"]["median"]
     assert parse(f"ats:policy={out}").policies() == parse_policies(found["policy"])
     assert main(["search", *options, "--candidates", "1"]) == 2
@@ -203,10 +204,10 @@ def test_shifting_hides_most_on_cifar() -> None:
 
     data = load("cifar10")
     module = build("convnet:width=4", input_shape=data.input_shape, num_classes=10)
-    search = Search(images=8, points=9, epochs=6)
+    search = Search(images=6, points=7, epochs=4)
     common = {"mean": data.mean, "std": data.std}
     trained = half_trained(module, data.private, search=search, **common)
-    tensors = {"images": data.test.x[:8], "labels": data.test.y[:8], **common}
+    tensors = {"images": data.test.x[:6], "labels": data.test.y[:6], **common}
     tensors |= {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
     scorer = Scorer(module, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
     assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))

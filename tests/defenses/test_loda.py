@@ -72,8 +72,7 @@ def client(spec: str, private: Batch, public: Batch | None) -> Client:
 def small() -> Iterator[None]:
     """Short trainings: these tests need an extractor, not a good one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extractors, "EPOCHS", 3)
-        patch.setattr(extractors, "STEPS", 10)
+        patch.setattr(extractors, "STEPS", 50)
         yield
 
 
@@ -191,7 +190,7 @@ def test_nothing_to_extract_with_is_refused(monkeypatch, tmp_path):
 def test_digits_are_hidden_and_the_extractor_still_reads_them(small):
     data = load("mnist-5k", seed=0)
     private = data.private[:24]
-    method = Loda(steps=120)
+    method = Loda()
     memory = method.equip(data.public[:1000], (1, 28, 28))
     found = method.obscure(private.x, memory.starts(private.x.shape, generator(0, "start")), memory)
     seen = identify(private.x, private.y, found, data.pool())

@@ -133,7 +133,7 @@ def test_gradient_stays_useful_on_a_partly_trained_model(
     single = [digits[i : i + 1] for i in range(1100, 1106)]
     assert similar(partly_trained, "refiner", digits, cache, single).mean() > 0.5
     assert (
-        similar(partly_trained, "refiner:utility=printed", digits, cache, single[:3]).mean() < 0.4
+        similar(partly_trained, "refiner:utility=printed", digits, cache, single[:2]).mean() < 0.4
     )  # as printed it fails
 
 
@@ -150,7 +150,7 @@ def test_inversion_fails_on_lenet_where_it_succeeds_undefended(digits: Batch, ca
         sent = [party.round(state, batch, i) for i, batch in enumerate(victims)]
         common = {"input_shape": SHAPE, "num_classes": 10, "mean": MEAN, "std": STD, "level": "paper"}
         seen = [observe(function, [Sighting(state, u)], trace=t, **common) for u, t in sent]  # type: ignore[arg-type]
-        rebuilt[spec] = torch.cat([r.images for r in attacks.parse("ig:steps=250,tv=0.001")(seen)])
+        rebuilt[spec] = torch.cat([r.images for r in attacks.parse("ig:steps=150,tv=0.001")(seen)])
     truth = torch.cat([batch.x for batch in victims])
     assert psnr(truth, rebuilt["none"]).min() > 18 and ssim(truth, rebuilt["none"]).min() > 0.6
     assert psnr(truth, rebuilt["refiner"]).max() < 14 and ssim(truth, rebuilt["refiner"]).max() < 0.6
@@ -166,6 +166,13 @@ def test_what_is_fed_is_a_random_image_and_its_start_a_secret(
     start = first.secrets["refiner.start"]
     assert start.shape == batch.x.shape and (first.fed.x - start).abs().max() <= 0.3 + 1e-6  # three steps of 0.1 away
     assert not first.fed.x.requires_grad
+
+
+def test_starts_of_all_local_steps_are_kept(partly_trained: ModelFunction, digits: Batch, cache: Path) -> None:
+    party = client(partly_trained, "refiner:steps=0", digits, cache)
+    party.training = LocalTraining(batch_size=2, lr=0.1)
+    _, trace = party.round(partly_trained.state(), digits[:5], 0)
+    assert torch.equal(trace.secrets["refiner.start"], trace.fed.x)  # with no steps the start is what is fed
 
 
 def test_nothing_mixed_in_and_no_steps_is_no_defense(partly_trained: ModelFunction, digits: Batch, cache: Path) -> None:

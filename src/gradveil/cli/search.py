@@ -42,6 +42,7 @@ def command(
     shape, classes = found_data.input_shape, found_data.num_classes
     module = build_model(model, input_shape=shape, num_classes=classes, seed=seed)
     file = out if out.suffix == ".json" else out / "policy.json"
+    torch.set_num_threads(1)  # the workers have the other cores, and a resumed search must compute the same numbers
     console = Console(stderr=True)
     with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         tasks = {}
@@ -51,20 +52,24 @@ def command(
                 tasks[what] = bar.add_task(what)
             bar.update(tasks[what], completed=done, total=total)
 
-        torch.set_num_threads(1)  # the workers have the other cores, and a resumed search must compute the same numbers
-        found = search_policy(
-            module,
-            found_data.private,
-            found_data.test,
-            mean=found_data.mean,
-            std=found_data.std,
-            num_classes=classes,
-            search=search,
-            file=file,
-            workers=cores() if workers is None else workers,
-            model=model,
-            progress=show,
-        )
+        try:
+            found = search_policy(
+                module,
+                found_data.private,
+                found_data.test,
+                mean=found_data.mean,
+                std=found_data.std,
+                num_classes=classes,
+                search=search,
+                file=file,
+                workers=cores() if workers is None else workers,
+                model=model,
+                about={"data": data, "model": model},
+                progress=show,
+            )
+        except KeyboardInterrupt:
+            typer.echo("gradveil: stopped; the same command goes on from here", err=True)
+            return 130
     if not quiet:
         best, median, none = (f"{value:.3f}" for value in (found.best, found.median, found.untransformed))
         typer.echo(f"{found.policy}: privacy score {best} (median {median}, untransformed {none}; lower is better)")

@@ -148,7 +148,8 @@ class Chain(Defense):
 
     def batch(self, batch: Batch, step: Step) -> Batch:
         for part, own in self._each(step):
-            own.batch = batch = part.batch(batch, own)
+            own.batch = batch  # as the part before left it
+            batch = part.batch(batch, own)
         return batch
 
     def gradient(self, tensors: Tensors, step: Step) -> Tensors:

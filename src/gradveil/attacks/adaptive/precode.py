@@ -100,7 +100,7 @@ class PrecodeIgnore(Attack):
         return _no_bottleneck(observation)
 
     def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, _before)
+        return Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target, _before)
 
 
 def _before(target: Target) -> dict[str, Any]:

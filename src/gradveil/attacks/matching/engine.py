@@ -118,6 +118,7 @@ class Problem:
         self, found: Tensors, rows: Tensor | None = None, sighting: int = 0, distance: Distance | None = None
     ) -> Tensor:
         """The distance of updates from those of one sighting."""
+        found = self.transform(found) if self.transform else found
         distance = distance or self.distance
         if isinstance(distance, PerRow) and rows is not None:
             distance = distance.rows(rows)

@@ -29,9 +29,7 @@ _TINY = 1e-20
 class Refiner(Defense):
     """Train on noise-like images whose gradients resemble the true ones where it matters."""
 
-    alpha: float = Field(
-        default=1.0, ge=0, le=1
-    )  # share of noise at the start; Tables II and III: 1, Figure 3: .1 to .9
+    alpha: float = Field(default=1.0, ge=0, le=1)  # share of noise at the start; 1 in Tables II and III
     beta: float = Field(default=1.0, ge=0)  # weight of privacy against utility
     steps: int = Field(default=100, ge=0)
     tau: float = Field(default=0.95, ge=0, le=1)  # how much less each further layer counts
@@ -45,7 +43,8 @@ class Refiner(Defense):
     def batch(self, batch: Batch, step: Step) -> Batch:
         evaluator: Evaluator = step.memory
         noise = torch.rand(batch.x.shape, generator=step.rng)
-        step.secrets["refiner.start"] = noise
+        earlier = step.secrets.get("refiner.start", noise[:0])  # of the round's earlier steps
+        step.secrets["refiner.start"] = torch.cat([earlier, noise])
         draw = step.model.draw_noise(len(batch), step.rng)  # of a model with random parts, the same in every comparison
         true = step.gradient(batch, draw)
         utility = Utility(true, step.model.parameters(step.state), self.tau, self.utility)

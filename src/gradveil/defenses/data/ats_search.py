@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +181,14 @@ def search_policy(
     file: Path | None = None,
     workers: int = 1,
     model: str | None = None,
+    about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Found:
     """The best policies for a freshly made `module` and these images.
 
     The policy is written to `file`, and beside it every finished candidate, so that a search that was stopped goes on
     where it was. Several `workers` share the scoring; they are processes that build the module from the text `model`.
+    `about` says in the file what the policy was found on.
     """
     picked = torch.randperm(len(images), generator=generator(search.seed, "ats-images"))[: search.images]
     if len(picked) < search.images:
@@ -218,7 +220,7 @@ def search_policy(
             note(scorer(policy))
     found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
     if file:
-        write_json(file, found.plain())
+        write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})  # type: ignore[call-overload]
     return found
 
 

@@ -30,8 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 # (width, kernel, stride) of each convolution. The first stride keeps obscuring a whole data set affordable.
 CONVOLUTIONS = ((16, 5, 2), (16, 3, 1), (32, 3, 2), (32, 3, 1), (64, 3, 2), (64, 3, 1))
-EPOCHS, STEPS = 12, 300  # at least so many passes over the images, and so many batches
-BATCH, RATE, SHIFTED = 64, 0.1, 2
+STEPS, BATCH, RATE, SHIFTED = 400, 64, 0.1, 2  # of its training
 MOST = 5_000  # public images that are trained on
 _KEPT: dict[str, Tensors] = {}  # weights trained or read in this process
 
@@ -142,7 +141,7 @@ def _read(path: Path) -> Tensors:
 def _trained(public: Batch, cache: Path | None, progress: Progress | None) -> Tensors:
     """Weights for these public images: of this process, of the cache, or trained now."""
     public = public[:MOST]
-    key = hashlib.sha256(repr((CONVOLUTIONS, EPOCHS, STEPS, BATCH, RATE, SHIFTED)).encode())
+    key = hashlib.sha256(repr((CONVOLUTIONS, STEPS, BATCH, RATE, SHIFTED)).encode())
     for part in (public.x, public.hard_labels):
         key.update(f"{tuple(part.shape)}".encode())
         key.update(part.contiguous().numpy().tobytes())
@@ -162,23 +161,20 @@ def train(public: Batch, progress: Progress | None = None) -> Tensors:
         torch.manual_seed(rng.initial_seed())
         convolutions, norms, logits = _network(public.x.shape[1], int(labels.max()) + 1)
     modules = nn.ModuleList([*convolutions, *norms, logits])
-    batches = -(-len(public) // BATCH)
-    epochs = max(EPOCHS, -(-STEPS // batches))
     optimizer = torch.optim.SGD(modules.parameters(), RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=epochs * batches, pct_start=0.2)
-    for epoch in range(epochs):
-        for rows in torch.randperm(len(public), generator=rng).chunk(batches):
-            x = _shifted(public.x[rows], rng)
-            with torch.enable_grad():
-                for convolution, norm in zip(convolutions, norms, strict=True):
-                    x = norm(convolution(x)).relu()
-                loss = F.cross_entropy(logits(x.mean(dim=(2, 3))), labels[rows])
-                optimizer.zero_grad()
-                loss.backward()
-            optimizer.step()
-            schedule.step()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.2)
+    for step, rows in zip(range(STEPS), _batches(len(public), rng), strict=False):
+        x = _shifted(public.x[rows], rng)
+        with torch.enable_grad():
+            for convolution, norm in zip(convolutions, norms, strict=True):
+                x = norm(convolution(x)).relu()
+            loss = F.cross_entropy(logits(x.mean(dim=(2, 3))), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        schedule.step()
         if progress:
-            progress("training LODA's extractor", epoch + 1, epochs)
+            progress("training LODA's extractor", step + 1, STEPS)
     weights: Tensors = {"logits.weight": logits.weight.detach(), "logits.bias": logits.bias.detach()}
     for i, (convolution, norm) in enumerate(zip(convolutions, norms, strict=True), start=1):
         weights |= {f"conv{i}.{part}": w for part, w in _folded(convolution, norm).items()}
@@ -192,6 +188,12 @@ def _network(channels: int, classes: int) -> tuple[list[nn.Conv2d], list[nn.Batc
         for before, (width, kernel, stride) in zip(widths, CONVOLUTIONS, strict=False)
     ]
     return convolutions, [nn.BatchNorm2d(width) for width in widths[1:]], nn.Linear(widths[-1], classes)
+
+
+def _batches(images: int, rng: torch.Generator) -> Iterator[Tensor]:
+    """Passes over the images without end, each in a new order and in batches of about one size."""
+    while True:
+        yield from torch.randperm(images, generator=rng).chunk(-(-images // BATCH))
 
 
 def _shifted(x: Tensor, rng: torch.Generator) -> Tensor:

@@ -1,0 +1,151 @@
+"""Write docs/methods/: a card for every defense, with a picture of what it does to a few images and what it was measured at.
+
+    python benchmarks/method_cards.py --audit RUN
+
+`--audit` names the folder of an audit over the defenses (`gradveil audit … --out RUN`); its numbers, its date and its
+command stand on the cards. Nothing on a card is written by hand but the method's own docstring, which is its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic.fields import FieldInfo
+
+from gradveil import data as data_sets
+from gradveil import models
+from gradveil.client import Client
+from gradveil.defenses import Defense, parse, registry
+from gradveil.gradients import ModelFunction
+from gradveil.types import LocalTraining
+
+IMAGES = 6
+PUBLISHED = {
+    "loda": "CIFAR-10: accuracy 95.20 → 89.50 (LODA1), PSNR under IG 16.61 → 5.77 dB, with its adaptive attack 12.95 dB.",
+    "dcs2": "MNIST under GS: PSNR 59.20 → 7.84 dB, SSIM 1.00 → 0.17, accuracy 87.16 → 86.98.",
+    "refiner": "MNIST at α = 1, 100 iterations: MSE 0.030 at PDM 0.50.",
+    "ats": "CIFAR-100, ResNet20, hybrid policy: PSNR 13.88 → 7.64 dB, accuracy 76.88 → 77.92.",
+    "precode": "CIFAR-10, LeNet: PSNR 15.72 → 8.84 dB, ASR 42.5 → 0 %, accuracy 61.19 → 58.99.",
+    "soteria": "DCS²'s Table 1, MNIST: PSNR 9.67 dB, SSIM 0.30.",
+    "prune": "DCS²'s Table 1, MNIST (70 %): PSNR 14.13 dB, SSIM 0.37.",
+    "gaussian": "DCS²'s Table 1, MNIST (0.01): PSNR 35.38 dB, SSIM 0.83.",
+    "mixup": "LODA's Tables 1 and 2, CIFAR-10, k = 4: PSNR 15.01 dB; decoded 29.23 dB.",
+    "instahide": "LODA's Tables 1 and 2, CIFAR-10, k = 4: PSNR 9.51 dB; decoded 10.77 dB.",
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--audit", type=Path, help="folder of an audit over the defenses")
+    arguments.add_argument("--out", type=Path, default=Path("docs/methods"))
+    arguments.add_argument("names", nargs="*", help="defenses; all without")
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    summary = json.loads((given.audit / "summary.json").read_text()) if given.audit else {"defenses": []}
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.names or [n for n in registry.names() if n != "none"]:
+        card(name, summary, given.out)
+        print(given.out / f"{name}.md", flush=True)
+
+
+def card(name: str, summary: dict[str, Any], out: Path) -> None:
+    cls = registry[name]
+    module_text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")  # type: ignore[union-attr]
+    picture, seconds, stages = effect(parse(name), out / f"{name}.png")
+    lines = [f"# {name}", "", inspect.cleandoc(cls.__doc__ or ""), "", f"Stage: {', '.join(stages) or 'none'}."]
+    lines += ["", module_text, "", "## Settings", "", *settings_table(cls), "", "## Cost", ""]
+    lines += [f"One round on one MNIST digit with LeNet at the default settings: {seconds:.2f} s on one core.", ""]
+    if picture:
+        lines += ["## What the network is fed", "", f"![originals above, what {name} feeds below]({name}.png)", ""]
+    lines += ["## What breaks it", ""]
+    known = ", ".join(f"`{c}`" for c in cls.counters)
+    lines += [f"Counters: {known}." if known else "No counter is known: unrefuted, which is not the same as harmless."]
+    lines += ["", "## Measured here", "", *measured(name, summary)]
+    if name in PUBLISHED:
+        lines += ["", f"Published: {PUBLISHED[name]}"]
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def settings_table(cls: type[Defense]) -> list[str]:
+    fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    if not fields:
+        return ["None."]
+    rows = ["| setting | default | type |", "|---|---|---|"]
+    for field in fields:
+        default = field.default
+        if isinstance(default, FieldInfo):
+            default = default.default
+        rows.append(f"| `{field.name}` | `{default}` | `{str(field.type).replace('|', 'or')}` |")
+    return rows
+
+
+def measured(name: str, summary: dict[str, Any]) -> list[str]:
+    rows = [d for d in summary["defenses"] if name in [part.partition(":")[0] for part in d["spec"].split("+")]]
+    if not rows:
+        return ["Not in the audit that this card was written from."]
+    case = summary["case"]
+    lines = [
+        f"`{summary.get('command', 'gradveil audit')}`",
+        "",
+        f"{case['model']} on {case['data']}, {case['victims']} victims, knowledge {case['knowledge']}, seed {case['seed']}, "
+        f"written {time.strftime('%Y-%m-%d')}.",
+        "",
+        "| defense | attack | against | PSNR | SSIM | ASR | identified | cosine to the true update |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for defense in rows:
+        cosine = (defense.get("gradient") or {}).get("cosine")
+        for attack in defense["attacks"]:
+            if attack["status"] != "ok":
+                continue
+            who = attack["identified"]
+            lines.append(
+                f"| `{defense['spec']}` | `{attack['spec']}` | {attack['against']} | {attack['psnr']['mean']:.1f} "
+                f"| {attack['ssim']['mean']:.2f} | {attack['asr']:.2f} | {who['rate']:.2f} ({who['low']:.2f}–{who['high']:.2f}) "
+                f"| {'' if cosine is None else f'{cosine:.2f}'} |"
+            )
+    return lines
+
+
+def effect(defense: Defense, path: Path) -> tuple[bool, float, list[str]]:
+    """Draw originals above what the network is fed, where they differ; how long a round of one image takes."""
+    from PIL import Image
+
+    data = data_sets.load("mnist-5k", seed=0)
+    module = models.build("lenet", input_shape=data.input_shape, num_classes=10, seed=0)
+    function = ModelFunction(defense.model(module, data.input_shape))
+    state = function.state()
+    client = Client(
+        function,
+        defense,
+        LocalTraining(),
+        state=state,
+        private=data.private[:300],
+        public=data.public,
+        num_classes=10,
+        mean=data.mean,
+        std=data.std,
+    )
+    fed, begun = [], time.process_time()
+    for i in range(IMAGES):
+        _, trace = client.round(state, data.private[i : i + 1], i)
+        fed.append(trace.fed.x[0].clamp(0, 1))
+    seconds = (time.process_time() - begun) / IMAGES
+    original, changed = data.private.x[:IMAGES], torch.stack(fed)
+    differs = bool((original - changed).abs().max() > 1e-6)
+    if differs:
+        sheet = torch.cat([torch.cat(list(rows[:, 0]), dim=1) for rows in (original, changed)])
+        picture = Image.fromarray((sheet * 255).round().byte().numpy())
+        picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.NEAREST).save(path)
+    return differs, seconds, defense.stages
+
+
+if __name__ == "__main__":
+    main()

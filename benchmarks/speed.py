@@ -1,0 +1,320 @@
+"""Speed beside `breaching`, in one run: same weights, images and settings, one thread each, taking turns.
+
+    GRADVEIL_DATA=… python benchmarks/speed.py            # the table in docs/results/speed.md
+    python benchmarks/speed.py --quick --out speed.md     # one seed, a few steps; the embedded digits, as colour images
+
+Both sides run Inverting Gradients (signed Adam, cosine, total variation, box, step decay) with the labels known. The
+cost of an iteration is (CPU time of a run of k + 1 steps − that of one step) / k, so that set-up counts for neither.
+The time to equal quality is that of `swift` up to the first stage at whose end its mean PSNR is the peer's final one
+or better; the stage's answer is chosen by the residual, as the attack itself chooses. Seconds are CPU time of the
+process, which other load on the machine disturbs less than the clock. The peer gets its own environment in
+`benchmarks/.peer`, made on first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradveil import __version__
+from gradveil.attacks.base import Target
+from gradveil.attacks.matching import swift
+from gradveil.attacks.matching.distances import RelativeL2
+from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.registry import parse
+from gradveil.client import Client
+from gradveil.data import DataSet, load
+from gradveil.defenses.registry import parse as parse_defense
+from gradveil.files import write_text
+from gradveil.gradients import ModelFunction
+from gradveil.metrics import psnr
+from gradveil.models import build
+from gradveil.types import Batch, LocalTraining, Observation, Sighting, observe
+
+HERE = Path(__file__).parent
+PEER = "breaching==0.1.2"
+TV = 1e-2  # the weight at which signed Adam does best on this LeNet; the same on both sides
+
+
+@dataclass(frozen=True)
+class Net:
+    """How one network is measured: victims on our side, images on the peer's, steps."""
+
+    title: str
+    spec: str
+    victims: int
+    images: int
+    steps: int
+
+
+NETS = (
+    Net("LeNet", "lenet", 16, 4, 150),
+    Net("ConvNet, width 64", "convnet", 2, 2, 10),
+    Net("ResNet18", "resnet18", 2, 2, 10),
+)
+
+
+class Peer:
+    """The other side: a process in its own environment that answers one request at a time."""
+
+    def __init__(self, data: DataSet, images: int, folder: Path):
+        python = environment()
+        self.file, self.classes = folder / "images.npz", data.num_classes
+        x, y = data.private.x[:images], data.private.y[:images]
+        np.savez(self.file, x=x.numpy(), y=y.numpy(), mean=data.mean.numpy(), std=data.std.numpy())
+        self.log = (folder / "peer.log").open("w+")
+        self.process = subprocess.Popen(
+            [str(python), str(HERE / "peer" / "serve.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": "1"},
+        )
+
+    def __call__(self, spec: str, seed: int, images: int, steps: int) -> dict[str, Any]:
+        """CPU seconds, PSNR and gradient norm of every image."""
+        assert self.process.stdin and self.process.stdout
+        request = {"images": str(self.file), "count": images, "model": spec, "seed": seed, "steps": steps}
+        self.process.stdin.write(json.dumps({**request, "classes": self.classes, "tv": TV}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.log.seek(0)
+            sys.exit(f"the peer stopped:\n{self.log.read()[-2000:]}")
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+        self.log.close()
+
+
+def environment() -> Path:
+    """The peer's Python. torchvision is left out, which pip would bring in; `peer/standin.py` takes its place."""
+    home = HERE / ".peer"
+    python, ready = home / "bin" / "python", home / "ready"
+    if not ready.exists() or ready.read_text() != PEER:
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        torch_version = torch.__version__.partition("+")[0]
+        needs = [f"torch=={torch_version}", "numpy", "scipy", "hydra-core", "pyyaml", "tqdm", "pydantic"]
+        subprocess.run([*install, *needs], check=True)
+        subprocess.run([*install, "--no-deps", PEER], check=True)
+        ready.write_text(PEER)
+    return python
+
+
+def coloured(data: DataSet) -> DataSet:
+    """Grey images as colour ones: the peer's total variation wants three channels."""
+    if data.input_shape[0] == 3:
+        return data
+    parts = {p: Batch(getattr(data, p).x.repeat(1, 3, 1, 1), getattr(data, p).y) for p in ("private", "public", "test")}
+    return replace(data, **parts, mean=data.mean.repeat(3), std=data.std.repeat(3))
+
+
+def victims(data: DataSet, spec: str, seed: int, count: int) -> list[Observation]:
+    """Undefended updates of one image each, labels known."""
+    module = build(spec, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
+    model, defense = ModelFunction(module), parse_defense("none")
+    state, about = model.state(), {"num_classes": data.num_classes, "mean": data.mean, "std": data.std}
+    client = Client(model, defense, LocalTraining(), state=state, private=data.private, public=None, **about)
+    seen = []
+    for i in range(count):
+        update, trace = client.round(state, data.private[i : i + 1], i)
+        shape = data.input_shape
+        seen.append(observe(model, [Sighting(state, update)], input_shape=shape, level="paper", trace=trace, **about))
+    return seen
+
+
+def cpu(work: Callable[[], Any]) -> float:
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def per_iteration(net: Net, data: DataSet, seed: int, peer: Peer) -> tuple[float, float]:
+    """CPU milliseconds of one iteration on one image: the peer's, ours."""
+    observations = victims(data, net.spec, seed, net.victims)
+
+    def ours(steps: int) -> float:
+        attack = parse(f"ig:paper=geiping,steps={steps},tv={TV}")
+        return cpu(lambda: attack(observations, seed=seed)) / net.victims
+
+    def theirs(steps: int) -> float:
+        answer = peer(net.spec, seed, net.images, steps)
+        own = torch.stack([t.norm() for t in observations[0].update.tensors.values()]).norm()
+        if not np.isclose(answer["norms"][0], float(own), rtol=1e-3):
+            sys.exit(f"{net.title}: the two sides do not attack the same gradient.")
+        return statistics.mean(answer["seconds"])
+
+    ours(1), theirs(1)  # first calls load and probe
+    short = theirs(1), ours(1)
+    long = theirs(net.steps + 1), ours(net.steps + 1)
+    return 1e3 * (long[0] - short[0]) / net.steps, 1e3 * (long[1] - short[1]) / net.steps
+
+
+@dataclass
+class Race:
+    """One seed's race to what the peer has after so many iterations; seconds are of one image."""
+
+    seed: int
+    iterations: int
+    peer_seconds: float
+    peer_psnr: float
+    seconds: float | None  # of swift until it is as good; None if it never is
+    whole: float  # of swift to its own end
+    psnr: float  # at its end
+
+    @property
+    def ratio(self) -> float:
+        return 0.0 if self.seconds is None else self.peer_seconds / self.seconds
+
+
+def race(data: DataSet, seed: int, peer: Peer, *, count: int, images: int, lengths: list[int]) -> list[Race]:
+    theirs = {steps: peer("lenet", seed, images, steps) for steps in lengths}
+    observations = victims(data, "lenet", seed, count)
+    parse("ig:steps=2")(observations[:2])  # the first call loads and probes
+    stages: list[tuple[float, Tensor]] = []
+    targets: list[Target] = []
+    descend = swift._descend
+
+    def watched(target: Target, *rest: Any) -> tuple[Tensor, int]:
+        found = descend(target, *rest)
+        if len(target.observations) == count:  # later ones go on with some of the victims only
+            stages.append((time.process_time() - begun, found[0].clone()))
+            targets.append(target)
+        return found
+
+    begun = time.process_time()
+    with patch.object(swift, "_descend", watched):
+        answers = parse("swift")(observations, seed=seed)
+    whole = time.process_time() - begun
+    truth, end = data.private.x[:images], torch.cat([a.images for a in answers[:images]])
+    reached = [(seconds, float(psnr(truth, chosen(targets[0], x)[:images]).mean())) for seconds, x in stages]
+    reached.append((whole, float(psnr(truth, end).mean())))
+    races = []
+    for steps, answer in theirs.items():
+        goal = statistics.mean(answer["psnr"])
+        needed = next((seconds / count for seconds, quality in reached if quality >= goal), None)
+        took = statistics.mean(answer["seconds"])
+        races.append(Race(seed, steps, took, goal, needed, whole / count, reached[-1][1]))
+    return races
+
+
+def chosen(target: Target, x: Tensor) -> Tensor:
+    """Of a victim's rows the one with the lowest residual, as pixels."""
+    each = len(x) // target.shape[0]
+    with torch.no_grad():
+        residual = Problem(target, RelativeL2(), (), restarts=each).residual(x, RelativeL2())
+    pick = residual.nan_to_num(nan=float("inf")).unflatten(0, (-1, each)).argmin(1) + torch.arange(len(x))[::each]
+    return target.denormalize(x[pick, 0]).clamp(0, 1)
+
+
+def report(
+    costs: dict[Net, list[tuple[float, float]]], races: list[Race], data: DataSet, args: argparse.Namespace
+) -> str:
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    named = "GRADVEIL_DATA=… " if args.data == "cifar10" else ""
+    command = f"{named}python benchmarks/speed.py" + (" --quick" if args.quick else "")
+    lines = [
+        f"# Speed beside `{PEER.partition('=')[0]}`",
+        "",
+        f"Written by `{command}` on {date.today()}: gradveil {__version__}, {PEER.replace('==', ' ')}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"one thread a side, taking turns. Data: {data.name} ({'×'.join(map(str, data.input_shape))}), batch size 1, "
+        f"labels known on both sides; model seeds {', '.join(map(str, sorted({r.seed for r in races})))}. "
+        f"Load average at the end {load_average:.1f}"
+        + (", so other work was running; " if load_average > 1.5 else "; ")
+        + "seconds are CPU time of the process.",
+        "",
+        f"Both sides: signed Adam (0.1), cosine, total variation {TV:g}, box, step decay at 3/8, 5/8 and 7/8. The peer's "
+        "total variation also counts the image's border against zero; everything else is the same.",
+        "",
+        "## One iteration on one image",
+        "",
+        "Median over the model seeds; in brackets the least and the most.",
+        "",
+        "| network | victims at once (ours) | peer, ms | ours, ms | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for net, found in costs.items():
+        ratios = [theirs / ours for theirs, ours in found]
+        middle = [statistics.median(column) for column in zip(*found, strict=True)]
+        spread = f"{statistics.median(ratios):.2f}× [{min(ratios):.2f}, {max(ratios):.2f}]"
+        lines.append(f"| {net.title} | {net.victims} | {middle[0]:.2f} | {middle[1]:.2f} | {spread} |")
+    lines += [
+        "",
+        "On LeNet the peer is bound by overhead, which victims in one batch share. The large nets are bound by the "
+        "convolutions: an exact double backward, as the peer does it, is worth 7 forward passes; finite differences "
+        "with frozen masks (`attacks/matching/frozen.py`) are worth 5. That route is checked against the exact one at the "
+        "first step and every 500 steps, and left where it disagrees; the first check is set-up and not in these numbers.",
+        "",
+        "## LeNet: time to the peer's quality",
+        "",
+        f"Mean PSNR of the same {args.images} images; seconds of one image ({args.victims} victims at once on our side). "
+        "The peer's learning rate decays over the iterations it is given, so a short run of it is a whole run.",
+        "",
+        "| peer's iterations | model seed | PSNR | peer, s | swift until as good, s | ratio | swift to its end, s | PSNR |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in sorted(races, key=lambda r: (r.iterations, r.seed)):
+        until, ratio = ("never", "–") if r.seconds is None else (f"{r.seconds:.2f}", f"{r.ratio:.0f}×")
+        theirs = f"| {r.iterations:,} | {r.seed} | {r.peer_psnr:.1f} | {r.peer_seconds:.1f} |"
+        lines.append(f"{theirs} {until} | {ratio} | {r.whole:.2f} | {r.psnr:.1f} |")
+    medians = {n: statistics.median(r.ratio for r in races if r.iterations == n) for n in args.iterations}
+    said = ", ".join(f"{ratio:.0f}× against {n:,} iterations" for n, ratio in medians.items())
+    lines += ["", f"Median ratio over the seeds: {said}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, LeNet and ConvNet, few steps")
+    parser.add_argument("--seeds", type=int, default=3, help="model seeds")
+    parser.add_argument("--iterations", type=int, nargs="+", default=[300, 2_400], help="of the peer in the race")
+    parser.add_argument("--images", type=int, default=2, help="that the peer attacks in the race")
+    parser.add_argument("--victims", type=int, default=16, help="that we attack at once in the race")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "results" / "speed.md")
+    args = parser.parse_args()
+    nets: tuple[Net, ...] = NETS
+    if args.quick:
+        args.seeds, args.iterations, args.images, nets = 1, [300], 2, NETS[:2]
+        nets = tuple(Net(n.title, n.spec, n.victims, min(2, n.images), max(3, n.steps // 5)) for n in nets)
+    torch.set_num_threads(1)
+    args.data = "cifar10" if os.environ.get("GRADVEIL_DATA") else "mnist-5k"
+    data = coloured(load(args.data))
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(data, max(args.images, *(n.images for n in nets)), Path(folder))
+        costs: dict[Net, list[tuple[float, float]]] = {net: [] for net in nets}
+        races: list[Race] = []
+        for seed in range(args.seeds):
+            for net in nets:
+                costs[net].append(per_iteration(net, data, seed, peer))
+                print(f"seed {seed}, {net.title}: peer {costs[net][-1][0]:.2f} ms, ours {costs[net][-1][1]:.2f} ms")
+            races += race(data, seed, peer, count=args.victims, images=args.images, lengths=args.iterations)
+            write_text(args.out, report(costs, races, data, args))  # after every seed: a killed run leaves what it has
+            print(*races[-len(args.iterations) :], f"written: {args.out.name}", sep="\n", flush=True)
+        peer.close()
+
+
+if __name__ == "__main__":
+    main()
