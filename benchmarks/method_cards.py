@@ -94,7 +94,8 @@ def measured(name: str, summary: dict[str, Any]) -> list[str]:
     lines = [
         f"`{summary.get('command', 'gradveil audit')}`",
         "",
-        f"{case['model']} on {case['data']}, {case['victims']} victims, knowledge {case['knowledge']}, seed {case['seed']}, "
+        f"{case['model']} on {case['data']}, {case['victims']} victims, knowledge {case['knowledge']}, "
+        f"seed {case['seed']}, "
         f"written {time.strftime('%Y-%m-%d')}.",
         "",
         "| defense | attack | against | PSNR | SSIM | ASR | identified | cosine to the true update |",
@@ -106,9 +107,10 @@ def measured(name: str, summary: dict[str, Any]) -> list[str]:
             if attack["status"] != "ok":
                 continue
             who = attack["identified"]
+            sure = f"{who['rate']:.2f} ({who['low']:.2f}–{who['high']:.2f})"
             lines.append(
                 f"| `{defense['spec']}` | `{attack['spec']}` | {attack['against']} | {attack['psnr']['mean']:.1f} "
-                f"| {attack['ssim']['mean']:.2f} | {attack['asr']:.2f} | {who['rate']:.2f} ({who['low']:.2f}–{who['high']:.2f}) "
+                f"| {attack['ssim']['mean']:.2f} | {attack['asr']:.2f} | {sure} "
                 f"| {'' if cosine is None else f'{cosine:.2f}'} |"
             )
     return lines

@@ -81,8 +81,12 @@ def protect_files(
     mean, std = _normalisation(others, found.batch.x.shape[1])
     job = Job(_work_folder(target, _key(method, found, others, seed)), others, found.classes, mean, std, seed, progress)
     done = found.batch
-    for place, part in enumerate(method.parts):  # each on what the one before it made, partners for mixing included
-        done = job.apply(part, place, done)
+    try:
+        for place, part in enumerate(method.parts):  # each on what the one before it made, partners for mixing included
+            done = job.apply(part, place, done)
+    except UserError:  # nothing to go on with
+        shutil.rmtree(job.work)
+        raise
     if found.files is None or soft:
         _write_npz(target, job.work, found, done, {"mean": mean, "std": std} if soft else {})
     else:

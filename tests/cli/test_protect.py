@@ -188,6 +188,16 @@ def test_places_that_do_not_fit_are_refused(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"data", "in.npz"}
 
 
+def test_a_defense_that_cannot_work_here_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    source = archive(tmp_path / "in.npz")
+    for spec, words in (("loda", "public images"), ("mixup:k=13", "only 12")):
+        with pytest.raises(UserError, match=words):
+            protect_files(source, tmp_path / "out.npz", spec)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
 def test_the_command(tmp_path):
     app = typer.Typer()
     app.command()(command)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
+from torch import nn
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
@@ -33,7 +34,7 @@ class Variant:
 
 
 VARIANTS = {
-    "gradveil": Variant(4_000),  # the published form with fewer steps, which suffice on small nets
+    "gradveil": Variant(4_000),  # fewer steps suffice on small nets; on smooth ones unsigned and unboxed, see below
     "geiping": Variant(24_000),
     "loda": Variant(5_000),
     "ats": Variant(4_800),
@@ -60,8 +61,13 @@ class InvertingGradients(Attack):
     def run(self, target: Target) -> Answer:
         published = VARIANTS[self.paper]
 
+        # Signs help against kinks (ReLU, max-pool). On smooth nets they cost 12 dB: 37 against 49 on LeNet, 24 digits.
+        smooth = self.paper == "gradveil" and _smooth(target.model.module)
+
         def setting(name: str) -> object:
             own = getattr(self, name)
+            if own is None and smooth and name in ("signed", "boxed"):
+                return False
             return getattr(published, name) if own is None else own
 
         match = Match(
@@ -74,3 +80,12 @@ class InvertingGradients(Attack):
             patience=published.patience,
         )
         return match_and_choose(target, match)
+
+
+def _smooth(module: nn.Module) -> bool:
+    """Whether all the activations that the model shows are smooth ones."""
+    parts = list(module.modules())
+    kinked = any(isinstance(m, (nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveMaxPool2d)) for m in parts)
+    return not kinked and any(
+        isinstance(m, (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)) for m in parts
+    )
