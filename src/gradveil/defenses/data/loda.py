@@ -3,6 +3,9 @@
 Each private image x* is replaced, once, by the x' that minimises ‖g(x') − g(x*)‖² − c ‖x' − x*‖² in [0, 1]: near to
 it in the features g of a public network, far from it in pixels. x' starts as a random public image and takes 500 steps
 of gradient descent of length 0.1. Sums run over all values of all chosen layers. Labels stay.
+
+The larger c, the nearer x' comes to the negative of x*, which is far in pixels and hides nothing: look at |correlation|
+and identification, not at PSNR alone.
 """
 
 from __future__ import annotations
