@@ -33,7 +33,7 @@ class ModelFunction:
 
     The module is copied; a state is a dictionary of its parameters and buffers. Random parts of a model take their noise
     through buffers (`noise`), so that a draw is an input like any other. A submodule may add to the loss by a method
-    `penalty()`, the mean over the images of its last forward pass.
+    `penalty()`, the mean over the images of its last forward pass, given out once and then forgotten.
     """
 
     def __init__(self, module: nn.Module, loss: Loss = cross_entropy, mode: Mode = "eval"):
@@ -75,10 +75,16 @@ class ModelFunction:
     # -- one victim --------------------------------------------------------------------------------------------------
 
     def __call__(self, state: Tensors, x: Tensor, noise: Tensors | None = None) -> Tensor:
+        output = self._forward(state, x, noise)
+        for part in self._penalties:
+            part.penalty()  # type: ignore[operator]  # taken out, so that the module keeps nothing of the images
+        return output
+
+    def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
         return functional_call(self.module, {**state, **(noise or {})}, (x,))  # type: ignore[no-any-return]
 
     def loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
-        value = self.loss_fn(self(state, x, noise), y)
+        value = self.loss_fn(self._forward(state, x, noise), y)
         for part in self._penalties:
             value = value + part.penalty()  # type: ignore[operator]
         return value

@@ -29,7 +29,6 @@ def hardly_trained() -> Iterator[None]:
     """LODA's extractor after a few steps: what it has learned does not matter here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extractors, "STEPS", 3)
-        patch.setattr(extractors, "EPOCHS", 1)
         yield
 
 

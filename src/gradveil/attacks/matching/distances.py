@@ -24,6 +24,11 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten(1) for t in tensors], 1)
 
 
+def _size(rows: Tensor) -> Tensor:
+    """Norms by the sum of squares, which on millions of entries is more exact in floats than `Tensor.norm`."""
+    return torch.sqrt((rows * rows).sum(1) + _TINY**2)
+
+
 @dataclass(frozen=True)
 class L2:
     """Sum of squared differences (DLG)."""
@@ -46,7 +51,7 @@ class Cosine:
 
     def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         a, b = flat(found), flat(target)
-        return 1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + _TINY)
+        return 1 - (a * b).sum(1) / (_size(a) * _size(b) + _TINY)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class LayerCosine:
         terms = []
         for a, b in zip(found, target, strict=True):
             a, b = a.flatten(1), b.flatten(1)
-            terms.append(1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1) + _TINY))
+            terms.append(1 - (a * b).sum(1) / (_size(a) * _size(b) + _TINY))
         return torch.stack(terms).mean(0)
 
 

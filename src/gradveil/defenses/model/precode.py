@@ -58,9 +58,10 @@ class VariationalBottleneck(nn.Module):
 
     def penalty(self) -> Tensor:
         """β·KL, the mean over the images of the last forward pass: to be added to the loss."""
-        if self._divergence is None:
+        found, self._divergence = self._divergence, None  # its graph leads back to the images: given out once, not kept
+        if found is None:
             raise RuntimeError("penalty() speaks of the last forward pass, and there was none")
-        return self._scale * self._divergence
+        return self._scale * found
 
     def draw(self, images: int, rng: torch.Generator) -> Tensor:
         """ε for so many images."""

@@ -1,0 +1,111 @@
+"""Distances between updates against formulas written out, a row and a tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradveil.attacks.matching import (
+    L1,
+    L2,
+    Cosine,
+    Distance,
+    GaussianLikelihood,
+    LaplaceLikelihood,
+    LayerCosine,
+    LayerNorms,
+    RelativeL2,
+)
+from gradveil.attacks.matching.distances import PerRow
+
+Arrays = list[NDArray[np.float64]]
+ROWS, SHAPES = 3, [(4, 2, 3, 3), (4,), (5, 8), (1,)]
+
+
+def tensors(seed: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(ROWS, *shape, generator=rng, dtype=torch.float64) for shape in SHAPES]
+
+
+def cosine(a: Arrays, b: Arrays) -> float:
+    inner = sum(float((x * y).sum()) for x, y in zip(a, b, strict=True))
+    sizes = [np.sqrt(sum(float((x**2).sum()) for x in side)) for side in (a, b)]
+    return 1 - inner / (sizes[0] * sizes[1])
+
+
+def count(a: Arrays) -> int:
+    return sum(x.size for x in a)
+
+
+NAIVE: list[tuple[Distance, Callable[[Arrays, Arrays], float]]] = [
+    (L2(), lambda a, b: sum(float(((x - y) ** 2).sum()) for x, y in zip(a, b, strict=True))),
+    (L1(), lambda a, b: sum(float(np.abs(x - y).sum()) for x, y in zip(a, b, strict=True))),
+    (Cosine(), cosine),
+    (LayerCosine(), lambda a, b: float(np.mean([cosine([x], [y]) for x, y in zip(a, b, strict=True)]))),
+    (
+        RelativeL2(),
+        lambda a, b: float(np.mean([((x - y) ** 2).sum() / (y**2).sum() for x, y in zip(a, b, strict=True)])),
+    ),
+    (LayerNorms(), lambda a, b: sum(float(np.sqrt(((x - y) ** 2).sum())) for x, y in zip(a, b, strict=True))),
+    (
+        GaussianLikelihood(0.3),
+        lambda a, b: sum(float(((x - y) ** 2).sum()) for x, y in zip(a, b, strict=True)) / count(a) / (2 * 0.3**2),
+    ),
+    (
+        LaplaceLikelihood(0.3),
+        lambda a, b: sum(float(np.abs(x - y).sum()) for x, y in zip(a, b, strict=True)) / count(a) / 0.3,
+    ),
+]
+EVERY = [pytest.param(d, f, id=type(d).__name__) for d, f in NAIVE]
+
+
+@pytest.mark.parametrize(("distance", "naive"), EVERY)
+def test_it_is_the_formula(distance: Distance, naive: Callable[[Arrays, Arrays], float]) -> None:
+    found, wanted = tensors(0), tensors(1)
+    values = distance(found, wanted)
+    assert values.shape == (ROWS,)
+    for row in range(ROWS):
+        a, b = ([t[row].numpy() for t in side] for side in (found, wanted))
+        assert float(values[row]) == pytest.approx(naive(a, b), rel=1e-6)
+
+
+@pytest.mark.parametrize(("distance", "naive"), EVERY)
+def test_equal_updates_are_at_distance_nought_and_have_a_finite_slope(
+    distance: Distance, naive: Callable[[Arrays, Arrays], float]
+) -> None:
+    wanted = tensors(1)
+    wanted[1] = torch.zeros_like(wanted[1])  # a tensor that was pruned away altogether
+    found = [t.clone().requires_grad_() for t in wanted]
+    value = distance(found, wanted)
+    slopes = torch.autograd.grad(value.sum(), found)
+    assert all(torch.isfinite(s).all() for s in slopes)
+    if not isinstance(distance, LayerCosine):  # nought has no direction, so that term stays at one
+        assert float(value.detach().abs().max()) < 1e-5
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="a parameter that is a single number has no axis to flatten")
+@pytest.mark.parametrize(("distance", "naive"), EVERY)
+def test_a_parameter_may_be_a_single_number(distance: Distance, naive: Callable[[Arrays, Arrays], float]) -> None:
+    found, wanted = ([*tensors(seed), torch.full((ROWS,), 0.5 + seed).double()] for seed in (0, 1))
+    row = [[t[0].numpy() for t in side] for side in (found, wanted)]
+    assert float(distance(found, wanted)[0]) == pytest.approx(naive(*row), rel=1e-6)
+
+
+def test_a_cosine_does_not_see_the_size_of_an_update() -> None:
+    found, wanted = tensors(0), tensors(1)
+    for distance in (Cosine(), LayerCosine()):
+        assert torch.allclose(distance([3 * t for t in found], wanted), distance(found, wanted))
+
+
+def test_a_portfolio_gives_each_row_its_own_distance() -> None:
+    found, wanted = tensors(0), tensors(1)
+    mixed = PerRow((L1(), L2()), torch.tensor([1, 0, 1]))
+    ones, twos = L1()(found, wanted), L2()(found, wanted)
+    assert torch.equal(mixed(found, wanted), torch.stack([twos[0], ones[1], twos[2]]))
+    some = torch.tensor([1, 2])
+    assert torch.equal(mixed.rows(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]]))
