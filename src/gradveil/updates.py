@@ -88,6 +88,10 @@ def fit_to_model(path: str | Path, tensors: Tensors, expected: Mapping[str, Tens
     if extra:
         raise UserError(f"{path}: tensor '{extra[0]}' is not a trainable parameter of the model.")
     for name, want in expected.items():
+        if not tensors[name].is_floating_point():
+            raise UserError(
+                f"{path}: tensor '{name}' is {tensors[name].dtype}; an update holds floating-point numbers."
+            )
         if tensors[name].shape != want.shape:
             raise UserError(
                 f"{path}: tensor '{name}' is {_shape(tensors[name])}, the model's is {_shape(want)}. "

@@ -88,7 +88,6 @@ def test_equal_updates_are_at_distance_nought_and_have_a_finite_slope(
         assert float(value.detach().abs().max()) < 1e-5
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="a parameter that is a single number has no axis to flatten")
 @pytest.mark.parametrize(("distance", "naive"), EVERY)
 def test_a_parameter_may_be_a_single_number(distance: Distance, naive: Callable[[Arrays, Arrays], float]) -> None:
     found, wanted = ([*tensors(seed), torch.full((ROWS,), 0.5 + seed).double()] for seed in (0, 1))
@@ -108,4 +107,6 @@ def test_a_portfolio_gives_each_row_its_own_distance() -> None:
     ones, twos = L1()(found, wanted), L2()(found, wanted)
     assert torch.equal(mixed(found, wanted), torch.stack([twos[0], ones[1], twos[2]]))
     some = torch.tensor([1, 2])
-    assert torch.equal(mixed.rows(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]]))
+    assert torch.equal(
+        mixed.rows(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]])
+    )

@@ -83,7 +83,9 @@ def test_an_images_output_should_be_its_label() -> None:
 
 
 def test_statistics_should_be_the_running_ones() -> None:
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)).double()
+    module = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)
+    ).double()
     with torch.no_grad():
         for norm in (module[1], module[4]):
             norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))

@@ -150,7 +150,9 @@ def test_inversion_fails_on_lenet_where_it_succeeds_undefended(digits: Batch, ca
         sent = [party.round(state, batch, i) for i, batch in enumerate(victims)]
         common = {"input_shape": SHAPE, "num_classes": 10, "mean": MEAN, "std": STD, "level": "paper"}
         seen = [observe(function, [Sighting(state, u)], trace=t, **common) for u, t in sent]  # type: ignore[arg-type]
-        rebuilt[spec] = torch.cat([r.images for r in attacks.parse("ig:steps=150,tv=0.001,signed=true,boxed=true")(seen)])
+        rebuilt[spec] = torch.cat(
+            [r.images for r in attacks.parse("ig:steps=150,tv=0.001,signed=true,boxed=true")(seen)]
+        )
     truth = torch.cat([batch.x for batch in victims])
     assert psnr(truth, rebuilt["none"]).min() > 18 and ssim(truth, rebuilt["none"]).min() > 0.6
     assert psnr(truth, rebuilt["refiner"]).max() < 14 and ssim(truth, rebuilt["refiner"]).max() < 0.6

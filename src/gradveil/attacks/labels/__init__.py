@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.labels.rules import LabelRule, bias_rule, idlg, llg, minimum_rule
-from gradveil.types import Observation
+from gradveil.attacks.labels.rules import LabelRule, bias_rule, expected_rule, idlg, llg, minimum_rule
+from gradveil.types import Observation, generator
 
 __all__ = [
     "LabelRule",
     "bias_rule",
     "classifier_gradients",
     "classifier_name",
+    "expected_rule",
     "idlg",
     "infer_labels",
     "llg",
@@ -50,8 +51,20 @@ def infer_labels(observation: Observation) -> Tensor:
     weight, bias = classifier_gradients(observation)
     count = observation.knowledge.batch_size
     if bias is not None and bool(bias.abs().sum() > 0):
-        return bias_rule(bias, count)
+        return bias_rule(bias, count) if count == 1 else expected_rule(bias, count, _belief(observation))
     if weight is not None:
         return idlg(weight) if count == 1 else llg(weight, count)
     # Nothing to read: an adversary would try any label; the first is as good as another.
     return torch.zeros(count, dtype=torch.long)
+
+
+def _belief(observation: Observation) -> Tensor:
+    """The model's mean output distribution: on public images where there are any, else on noise."""
+    public, rng = observation.knowledge.public, generator("belief")
+    if public is not None and public.x.shape[1:] == torch.Size(observation.input_shape):
+        x = (public.x[:256] - observation.mean.view(-1, 1, 1)) / observation.std.view(-1, 1, 1)
+    else:
+        x = torch.randn((128, *observation.input_shape), generator=rng)
+    with torch.no_grad():
+        logits = observation.model(observation.state, x, observation.model.draw_noise(len(x), rng))
+    return logits.softmax(-1).mean(0)

@@ -23,6 +23,20 @@ def bias_rule(bias: Tensor, count: int) -> Tensor:
     return _greedy(bias, count)
 
 
+def expected_rule(bias: Tensor, count: int, belief: Tensor) -> Tensor:
+    """Labels with repeats: ∇b is mean(p) − counts / batch, and an untrained net believes much the same of any image.
+
+    `belief` is the adversary's estimate of mean(p) from images of its own; counts are the nearest that add up.
+    """
+    left = count * (belief.double() - bias.double())
+    found: list[int] = []
+    for _ in range(count):
+        c = int(left.argmax())
+        found.append(c)
+        left[c] -= 1
+    return torch.tensor(sorted(found), dtype=torch.long)
+
+
 def llg(weight: Tensor, count: int) -> Tensor:
     """LLG (Wainakh et al. 2022): as the bias rule on row sums of the weight, the pull of one image with its 1 + 1/C."""
     rows = weight.sum(1)

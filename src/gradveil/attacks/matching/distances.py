@@ -21,7 +21,12 @@ class Distance(Protocol):
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """Rows × all entries."""
-    return torch.cat([t.flatten(1) for t in tensors], 1)
+    return torch.cat([_rows(t) for t in tensors], 1)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Rows × entries, also of a parameter that is a single number."""
+    return t.reshape(len(t), -1)
 
 
 def _size(rows: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ class LayerCosine:
     def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         terms = []
         for a, b in zip(found, target, strict=True):
-            a, b = a.flatten(1), b.flatten(1)
+            a, b = _rows(a), _rows(b)
             terms.append(1 - (a * b).sum(1) / (_size(a) * _size(b) + _TINY))
         return torch.stack(terms).mean(0)
 
@@ -72,8 +77,7 @@ class RelativeL2:
 
     def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         terms = [
-            ((a - b).flatten(1) ** 2).sum(1) / ((b.flatten(1) ** 2).sum(1) + _TINY)
-            for a, b in zip(found, target, strict=True)
+            (_rows(a - b) ** 2).sum(1) / ((_rows(b) ** 2).sum(1) + _TINY) for a, b in zip(found, target, strict=True)
         ]
         return torch.stack(terms).mean(0)
 
@@ -83,7 +87,7 @@ class LayerNorms:
     """Sum over tensors of ‖a − b‖, not squared (GradInversion)."""
 
     def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        terms = [((a - b).flatten(1) ** 2).sum(1) for a, b in zip(found, target, strict=True)]
+        terms = [(_rows(a - b) ** 2).sum(1) for a, b in zip(found, target, strict=True)]
         return torch.sqrt(torch.stack(terms) + _TINY).sum(0)
 
 
