@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,20 @@ from torch import Tensor
 from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching import L2, LBFGS, TV, Adam, Cosine, Match, Problem, RelativeL2, Solution, Start, solve
+from gradveil.attacks.matching import (
+    L2,
+    LBFGS,
+    TV,
+    Adam,
+    Cosine,
+    Match,
+    Problem,
+    RelativeL2,
+    Solution,
+    Start,
+    solve,
+    swift,
+)
 from gradveil.attacks.matching.engine import choose, match_and_choose
 from gradveil.data import DataSet
 from gradveil.types import LocalTraining, Observation, Trace, generator
@@ -54,7 +68,7 @@ def test_value_and_slope_are_those_of_distance_and_priors(observe_victims: Calla
         theirs = torch.cat([g.flatten() for g in seen[victim].update.tensors.values()])
         direct = 1 - torch.cosine_similarity(ours, theirs, dim=0) + TV(0.1)(image[None], problem, None)[0]
         (wanted,) = torch.autograd.grad(direct, x, retain_graph=True)
-        assert float(value[row]) == pytest.approx(float(direct), rel=1e-4)
+        assert float(value[row]) == pytest.approx(float(direct.detach()), rel=1e-4)
         assert torch.allclose(slope[row], wanted[row], rtol=1e-3, atol=1e-6)
 
 
@@ -152,7 +166,7 @@ def test_a_box_keeps_pixels_in_range_and_the_best_is_kept(observe_victims: Calla
         again = problem(solution.x)[0]
     assert torch.allclose(again, solution.value, rtol=1e-3, atol=1e-5)  # the value is that of the point
     recorded = solution.history["objective"]
-    assert all(later <= before + 1e-6 for before, later in zip(recorded, recorded[1:], strict=False))
+    assert all(later <= before + 1e-6 for before, later in itertools.pairwise(recorded))
 
 
 def test_patience_ends_a_run_that_no_longer_improves(observe_victims: Callable, shapes: DataSet) -> None:
@@ -179,14 +193,12 @@ COMPANY = pytest.mark.xfail(strict=True, reason="its noise is drawn for the whol
         "adam-l1:steps=12",
         "lbfgs-cosine:steps=6",
         "bayes:steps=12",
-        pytest.param("gradinversion:steps=12", marks=COMPANY),
+        pytest.param("gradinversion:steps=12,noise=2", marks=COMPANY),
         "linear",
         "rgap",
     ],
 )
-def test_a_victims_result_does_not_depend_on_its_company(
-    spec: str, observe_victims: Callable, shapes: DataSet
-) -> None:
+def test_a_victims_result_does_not_depend_on_its_company(spec: str, observe_victims: Callable, shapes: DataSet) -> None:
     model = "smlp" if spec == "linear" else "lenet"
     seen, _ = observe_victims(data=shapes, model=model, victims=3)
     attack = parse(spec)
@@ -209,10 +221,20 @@ def test_victims_of_different_models_are_attacked_apart(observe_victims: Callabl
         assert torch.allclose(found.images, trace.original.x, atol=1e-2)
 
 
-def test_swift_starts_a_noisy_victim_the_same_in_any_company(observe_victims: Callable, shapes: DataSet) -> None:
-    """The clean victim is never exact enough here and gets new starts; the noisy one must not notice."""
-    clean, _ = observe_victims(data=shapes, victims=1)
-    noisy, _ = observe_victims(data=shapes, victims=2, defense="gaussian:std=1.0")
-    attack = parse("swift:restarts=1,cycles=0,adam_steps=3,converged=1e-30")
-    alone, together = attack(noisy[1:])[0], attack([*clean, noisy[1]])[1]
+@pytest.mark.xfail(strict=True, reason="new starts of others come from the same stream as the start of its Adam")
+@pytest.mark.usefixtures("hurried")
+def test_swift_gives_a_noisy_victim_the_same_starts_in_any_company(
+    observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A victim that is close gets new starts; one that is far gets none, and must not notice."""
+    close, _ = observe_victims(data=shapes, victims=1)
+    far, _ = observe_victims(data=shapes, victims=2, defense="gaussian:std=1.0")
+
+    def portfolio(target: Target, scale: float, *_: object) -> tuple[Tensor, Tensor, int]:
+        residual = [0.01 if o is close[0] else 100.0 for o in target.observations]
+        return Start(scale=scale).draw(target, 1, target.rng), torch.tensor(residual), 1
+
+    monkeypatch.setattr(swift, "_portfolio", portfolio)
+    attack = parse("swift:restarts=1,cycles=0")
+    alone, together = attack(far[1:])[0], attack([*close, far[1]])[1]
     assert torch.allclose(alone.images, together.images, atol=2e-3)

@@ -18,7 +18,7 @@ def test_the_control_comes_first_and_no_method_twice_however_it_is_written():
 def test_without_defenses_there_is_a_first_picture_of_registered_ones():
     defenses = make_spec({}).defenses
     assert defenses[0] == "none"
-    assert {"gaussian:std=1.0", "prune:ratio=0.99"} <= set(defenses)
+    assert {"gaussian:std=1.0", "prune:ratio=0.9"} <= set(defenses)
     for defense in defenses:
         parse(defense)
 

@@ -20,7 +20,7 @@ from gradveil.types import Level
 SUITE = "standard"
 CONTROL = "none"
 # A first picture within three minutes on two cores: the oldest baselines, weak and strong, and what servers ask for.
-FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "prune:ratio=0.99", "soteria", "precode")
+FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
 
 
 class Utility(BaseModel):

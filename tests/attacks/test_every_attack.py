@@ -1,0 +1,175 @@
+"""What every attack keeps to, for all that are registered: a new one is tested the moment it exists.
+
+Each is tried on several grounds: plain ones, the defense that it counters, the model that it tampers with. On each it
+runs and gives pictures, or says in one line why it does not apply; and there is a ground on which it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks import parse
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.registry import registry
+from gradveil.data import DataSet
+from gradveil.defenses.data import extractors
+from gradveil.defenses.registry import registry as defenses
+from gradveil.errors import UserError
+from gradveil.types import LocalTraining, Observation, Reconstruction
+
+EVERY = registry.names()
+FEW = {"steps": 2, "epochs": 1}  # of defenses that optimise or train
+
+
+def seeded(*layers: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return nn.Sequential(*(make() for make in layers))
+
+
+MLP = seeded(nn.Flatten, lambda: nn.Linear(144, 10), nn.ReLU, lambda: nn.Linear(10, 3))
+NORM = seeded(
+    lambda: nn.Conv2d(1, 3, 5, stride=2), lambda: nn.BatchNorm2d(3), nn.ReLU, nn.Flatten, lambda: nn.Linear(48, 3)
+)
+PLAIN: dict[str, dict[str, Any]] = {
+    "single": {},
+    "linear first": {"model": MLP},
+    "batch": {"batch_size": 2},
+    "delta": {"training": LocalTraining(epochs=2, lr=0.1)},
+    "batch norm": {"model": NORM},
+}
+
+
+def grounds(name: str) -> dict[str, dict[str, Any]]:
+    found = dict(PLAIN)
+    for cls in defenses:
+        if name in cls.counters:
+            fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            defense = cls(**{k: v for k, v in FEW.items() if k in fields}).spec
+            found[f"counters {cls.name}"] = {"defense": defense}
+            found[f"counters {cls.name} on a batch"] = {"defense": defense, "batch_size": 2}
+    if registry[name].tamper is not Attack.tamper:
+        found["tampered"] = {"tampering": name, "model": MLP}
+    return found
+
+
+def answers(attack: Attack, seen: list[Observation], seed: int = 0) -> list[Reconstruction] | str:
+    """What it gives, or why it does not."""
+    try:
+        return attack(seen, seed=seed)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", EVERY)
+def test_it_gives_pictures_or_says_why_not(
+    name: str, observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractors, "STEPS", 3)
+    attack, ran = parse(name), []
+    for title, ground in grounds(name).items():
+        seen, _ = observe_victims(data=shapes, victims=2, level="upper-bound", **ground)
+        kept = [{n: t.clone() for n, t in o.update.tensors.items()} for o in seen]
+        found = answers(attack, seen)
+        if isinstance(found, str):
+            assert f"attack '{name}'" in found, f"{title}: {found}"
+            assert "\n" not in found
+            assert len(found) > len(f"attack '{name}' does not apply: .") + 10, "no reason"
+            continue
+        ran.append(title)
+        again = answers(attack, seen)
+        assert not isinstance(again, str)
+        assert len(found) == len(seen)
+        for one, other, observation in zip(found, again, seen, strict=True):
+            size = observation.knowledge.batch_size
+            assert one.images.shape == (size, *shapes.input_shape), title
+            assert torch.isfinite(one.images).all(), title
+            assert 0 <= float(one.images.min()) <= float(one.images.max()) <= 1
+            assert one.labels is not None
+            assert one.labels.shape == (size,)
+            assert 0 <= int(one.labels.min()) <= int(one.labels.max()) < shapes.num_classes
+            assert isinstance(one.score, float)
+            assert one.seconds >= 0
+            assert torch.equal(one.images, other.images), f"{title}: not by its seed alone"
+            assert one.score == other.score or one.failed
+        for observation, before in zip(seen, kept, strict=True):
+            assert all(torch.equal(t, before[n]) for n, t in observation.update.tensors.items())
+    assert ran, "it applies nowhere"
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", EVERY)
+def test_it_leaves_the_global_random_stream_alone(name: str, observe_victims: Callable, shapes: DataSet) -> None:
+    seen, _ = observe_victims(data=shapes, victims=1)
+    before = torch.random.get_rng_state()
+    answers(parse(name), seen)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_can_be_read_and_read_about(name: str) -> None:
+    cls = registry[name]
+    own = inspect.getdoc(cls)
+    assert own
+    assert own != inspect.getdoc(Attack)
+    assert inspect.getmodule(cls).__doc__  # type: ignore[union-attr]
+    attack = cls()
+    assert attack.spec == name
+    assert parse(attack.spec) == attack
+    assert cls.__call__ is Attack.__call__  # sealed: checks, seeds and times are the same for all
+    for need in cls.needs:
+        assert need in ("labels", "public", "secrets") or need.startswith("secret:")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_counter_is_an_adaptive_attack_and_the_other_way_round(name: str) -> None:
+    named = {counter for cls in defenses for counter in cls.counters}
+    if name in named:
+        assert registry[name].adaptive or not registry[name].__module__.startswith("gradveil.attacks.adaptive")
+    if registry[name].adaptive:
+        assert name in named, "no defense names it as its counter"
+
+
+def test_what_an_attack_needs_must_be_granted(observe_victims: Callable, shapes: DataSet) -> None:
+    class Demanding(Attack):
+        """Knows everything."""
+
+        name = "demanding"
+        needs = frozenset({"labels", "secret:mixing"})
+
+        def run(self, target: Target) -> Answer:
+            return Answer(torch.zeros(target.shape), torch.zeros(target.shape[0]))
+
+    for level, missing in (("realistic", "labels, secret:mixing"), ("paper", "secret:mixing"), ("upper-bound", None)):
+        seen, _ = observe_victims(data=shapes, victims=1, level=level, defense="mixup")
+        if missing is None:
+            assert len(Demanding()(seen)) == 1
+        else:
+            with pytest.raises(UserError, match=f"needs {missing}, which knowledge '{level}' does not grant"):
+                Demanding()(seen)
+
+
+def test_an_answer_that_is_not_finite_is_recorded_as_failed(observe_victims: Callable, shapes: DataSet) -> None:
+    class Broken(Attack):
+        """Divides by zero for the second victim."""
+
+        name = "broken"
+
+        def run(self, target: Target) -> Answer:
+            x = torch.zeros(target.shape)
+            x[1] = float("nan")
+            return Answer(x, torch.zeros(target.shape[0]))
+
+    seen, _ = observe_victims(data=shapes, victims=2)
+    fine, failed = Broken()(seen)
+    assert fine.failed is None
+    assert failed.failed
+    assert torch.isfinite(failed.images).all()
