@@ -19,6 +19,8 @@ from gradveil.gradients import ModelFunction
 from gradveil.types import Level, LocalTraining, Observation, Reconstruction, Sighting, Tensors, Update, observe
 from gradveil.updates import difference, fit_to_model, load_tensors, load_update
 
+_MOST_IMAGES = 4096  # behind one update: more could be neither held nor told apart
+
 
 @dataclass
 class Rebuilt:
@@ -88,13 +90,17 @@ def attack(
         state, sent = _states(function, state, before, after, update, sent)
     elif sent is None:
         raise UserError("give an update file, or two checkpoints with --before and --after.")
-    tensors = fit_to_model(str(update or after), sent.tensors, function.parameters(state))
-    size = batch_size or (sent.examples if update is not None else 1)
+    named = "the update" if isinstance(update, Update) else str(update or after)
+    tensors = fit_to_model(named, sent.tensors, function.parameters(state))
+    size = _number(batch_size or (sent.examples if update is not None else 1), "batch size", 1, _MOST_IMAGES)
     training = _training(sent, local_steps or facts.get("local_steps"), lr or facts.get("lr"))
     if training.lr is not None and training.epochs == 1:  # one step of SGD: its delta is the gradient, scaled
         sent = Update({n: -t / training.lr for n, t in tensors.items()}, "gradient", size)
         tensors, training = sent.tensors, LocalTraining()
-    classes = classes or _classes(function, state, shape)
+    found = _classes(function, state, shape)
+    if classes is not None and _number(classes, "number of classes", 2, 10**6) != found:
+        raise UserError(f"the model tells {found} classes apart, not {classes}.")
+    classes = found
     observation = observe(
         function,
         [Sighting(state, Update(tensors, sent.kind, size))],
@@ -189,13 +195,19 @@ def _training(sent: Update, steps: int | None, lr: float | None) -> LocalTrainin
         raise UserError(
             "a weight delta needs the client's learning rate: give --lr (and --local-steps if more than one)."
         )
-    return LocalTraining(epochs=int(steps or 1), lr=float(lr))
+    if not isinstance(lr, (int, float)) or not 0 < lr < 1e6:
+        raise UserError(f"learning rate {lr!r} is not a positive number.")
+    return LocalTraining(epochs=_number(steps or 1, "number of local steps", 1, 1000), lr=float(lr))
 
 
 def _shape(given: Any) -> tuple[int, int, int]:
     if given is None:
         raise UserError("the update does not say its images' shape: give --input-shape C,H,W.")
-    if len(given) != 3 or not all(isinstance(n, int) and 0 < n <= 4096 for n in given):
+    if (
+        not isinstance(given, (list, tuple))
+        or len(given) != 3
+        or not all(isinstance(n, int) and 0 < n <= 4096 for n in given)
+    ):
         raise UserError(f"input shape {given} is not channels, height, width.")
     return (given[0], given[1], given[2])
 
@@ -209,16 +221,34 @@ def _module(model: Any, shape: tuple[int, int, int], classes: int | None) -> nn.
 
 
 def _classes(function: ModelFunction, state: Tensors, shape: tuple[int, int, int]) -> int:
-    with torch.no_grad():
-        return int(function(state, torch.zeros(2, *shape)).shape[-1])
+    try:
+        with torch.no_grad():
+            output = function(state, torch.zeros(2, *shape), function.draw_noise(2, torch.Generator()))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the model does not take images of {'×'.join(map(str, shape))}: {reason}") from None
+    if output.ndim != 2:
+        raise UserError(f"the model's output has shape {tuple(output.shape)}; a row of classes an image is needed.")
+    return int(output.shape[-1])
+
+
+def _number(value: Any, what: str, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserError(f"{what} {value!r} is not a whole number from {least} to {most}.")
+    return value
 
 
 def _channels(given: Any, channels: int, default: float) -> Tensor:
     if given is None:
         return torch.full((channels,), default)
+    given = [given] if isinstance(given, (int, float)) else given
+    if isinstance(given, str) or not all(isinstance(v, (int, float)) for v in given):
+        raise UserError(f"mean or std {given!r} is not a list of numbers.")
     values = torch.as_tensor(list(given), dtype=torch.float32)
     if len(values) not in (1, channels):
         raise UserError(f"{len(values)} values of mean or std for {channels} channels.")
+    if not torch.isfinite(values).all() or (default == 1.0 and not (values > 0).all()):
+        raise UserError(f"mean or std {values.tolist()} cannot normalise images: finite numbers, and a std above zero.")
     return values.expand(channels).clone()
 
 

@@ -97,9 +97,9 @@ def test_utility_metric() -> None:
     relative = Utility(true, theta, 0.9, "normalised")
     assert float(relative(true)) == 0
     assert float(relative({n: torch.zeros_like(t) for n, t in true.items()})) == pytest.approx(1)
-    third, sixth = 1 + 1 / 3, 1 + 0.5 / 3  # weights |g·θ| are 3, 1; 0.5; 1, so the largest is 3
-    above = (2 * 0.9 * 0.5) ** 2 + (third * 0.9 * 2) ** 2 + (sixth * 0.9 * 0.5) ** 2 + (third * 0.81 * 1) ** 2
-    below = (2 * 0.9 * 1) ** 2 + (third * 0.9 * 2) ** 2 + (sixth * 0.9 * 0.5) ** 2 + (third * 0.81 * 4) ** 2
+    third, sixth = 1 + 1 / 3, 1 + 0.5 / 3  # |g·θ| are 3, 1; 0.5; 1, so the largest, 3, counts twice
+    above = 2 * (0.9 * 0.5) ** 2 + third * (0.9 * 2) ** 2 + sixth * (0.9 * 0.5) ** 2 + third * (0.81 * 1) ** 2
+    below = 2 * (0.9 * 1) ** 2 + third * (0.9 * 2) ** 2 + sixth * (0.9 * 0.5) ** 2 + third * (0.81 * 4) ** 2
     assert float(relative(found)) == pytest.approx(above / below)
 
 

@@ -3,8 +3,9 @@
 Fan et al. 2022, arXiv version 1: mix noise in, then lower UM − β·PM for 100 steps. UM compares gradients, more closely
 where a parameter is critical; PM is an evaluation network's word for how noisy an image looks. No code is public, and
 UM as printed fails on a partly trained model: its weights |g·θ| leave nearly all parameters free, and its values are so
-small that PM alone decides. The default therefore scales the weights to at most 1 and adds 1, and divides UM by its
-value for an empty gradient. Optimiser and step are our choice: Adam on each image's gradient divided by its size.
+small that PM alone decides. By default the most critical parameter therefore counts twice as much as one that is not
+critical at all, and UM is divided by its value for an empty gradient. Also our choice: PM rewards no image for being
+noisier than noise, and the steps are Adam's, on each image's gradient divided by its size.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Refiner(Defense):
         falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(self.steps, 1))
         for _ in range(self.steps):
             with torch.enable_grad():
-                loss = utility(_gradient(step, x, batch.y, draw)) - self.beta * evaluator(x).mean()
+                um = utility(_gradient(step, x, batch.y, draw))
+                reached = (1 - um.detach()).clamp_min(0) if self.utility == "normalised" else 1.0
+                loss = um - self.beta * reached * evaluator(x).mean()
                 (slope,) = torch.autograd.grad(loss, x)
             # UM falls by orders of magnitude; without this the first steps would rule Adam's memory to the end.
             size = slope.flatten(1).square().mean(1).sqrt().view(-1, 1, 1, 1)
@@ -74,7 +77,9 @@ class Utility:
         critical = {name: (g * parameters[name]).abs() for name, g in true.items()}
         largest = max(float(c.max()) for c in critical.values())
         if form == "normalised":
-            critical = {name: 1 + c / max(largest, _TINY) for name, c in critical.items()}
+            critical = {
+                name: (1 + c / max(largest, _TINY)).sqrt() for name, c in critical.items()
+            }  # squared in the sum
         depth = _layers(list(true))
         self.weights = {name: c * tau ** depth[name] for name, c in critical.items()}
         nothing = sum(float((w * true[name]).square().sum()) for name, w in self.weights.items())
