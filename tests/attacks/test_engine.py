@@ -179,8 +179,6 @@ def test_patience_ends_a_run_that_no_longer_improves(observe_victims: Callable, 
 
 # -- company -----------------------------------------------------------------------------------------------------------
 
-COMPANY = pytest.mark.xfail(strict=True, reason="its noise is drawn for the whole stack, so it depends on the company")
-
 
 @pytest.mark.parametrize(
     "spec",
@@ -193,7 +191,7 @@ COMPANY = pytest.mark.xfail(strict=True, reason="its noise is drawn for the whol
         "adam-l1:steps=12",
         "lbfgs-cosine:steps=6",
         "bayes:steps=12",
-        pytest.param("gradinversion:steps=12,noise=2", marks=COMPANY),
+        "gradinversion:steps=12,noise=2",
         "linear",
         "rgap",
     ],
@@ -221,7 +219,6 @@ def test_victims_of_different_models_are_attacked_apart(observe_victims: Callabl
         assert torch.allclose(found.images, trace.original.x, atol=1e-2)
 
 
-@pytest.mark.xfail(strict=True, reason="new starts of others come from the same stream as the start of its Adam")
 @pytest.mark.usefixtures("hurried")
 def test_swift_gives_a_noisy_victim_the_same_starts_in_any_company(
     observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch

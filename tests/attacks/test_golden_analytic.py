@@ -18,7 +18,7 @@ NOISE = "gaussian:std=1.0"
 
 @pytest.mark.parametrize(
     ("attack", "model", "level"),
-    [("linear", "smlp", 60), ("linear", "ffn", 60), ("rgap", "lenet", 30), ("rgap", "lenet4", 30)],
+    [("linear", "smlp", 60), ("linear", "ffn", 60), ("rgap", "lenet", 30), ("rgap", "lenet4", 30), ("rgap", "cnn", 25)],
 )
 def test_a_single_image_is_read_off(
     attack: str, model: str, level: float, observe_victims: Callable, best_psnr: Callable
@@ -66,7 +66,7 @@ def test_a_tampered_model_still_tells_classes_apart(tampering: str, observe_vict
     ("attack", "ground", "reason"),
     [
         ("linear", {"model": "lenet"}, "not the 784 pixels"),
-        ("rgap", {"model": "cnn"}, "invertible activations"),
+        ("rgap", {"model": "flower-cnn"}, "without pooling"),
         ("rgap", {"batch_size": 2}, "single image"),
         ("rgap", {"training": LocalTraining(epochs=2, lr=0.1)}, "single image"),
         ("imprint", {}, "no imprint block"),

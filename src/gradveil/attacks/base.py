@@ -78,10 +78,12 @@ class Target:
     def denormalize(self, x: Tensor) -> Tensor:
         return x * self.first.std.view(-1, 1, 1).to(x) + self.first.mean.view(-1, 1, 1).to(x)
 
-    def subset(self, rows: Sequence[int]) -> Target:
-        """The same question about some of the victims."""
+    def subset(self, rows: Sequence[int], purpose: str = "") -> Target:
+        """The same question about some of the victims; a `purpose` gets a random stream of its own, so that what is
+        drawn for it does not depend on what was drawn before."""
         picked = [self.observations[i] for i in rows]
-        return Target(picked, self.labels[list(rows)], self.rng, self.budget, self.progress, self.memory)
+        rng = generator(self.rng.initial_seed(), purpose) if purpose else self.rng
+        return Target(picked, self.labels[list(rows)], rng, self.budget, self.progress, self.memory)
 
 
 @dataclass

@@ -4,7 +4,10 @@ The first fully connected layer gives its input and the signal at it exactly (se
 an invertible activation gives a convolution's output z and the signal k at it; its input u then satisfies two sets of
 linear equations at once: conv(u) + b = z, and ∇W = the correlation of u with k. Both are solved together in float64.
 
-Needs single images, clean gradients and a straight line of convolutions with sigmoid, tanh or leaky-ReLU activations.
+A ReLU hides what it cut off, so only its open units give equations of the first kind. That is often enough for hidden
+layers; what stays open of the image itself is filled in as smoothly as the equations allow.
+
+Needs single images, clean gradients and a straight line of convolutions with sigmoid, tanh or (leaky) ReLU activations.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from gradveil.attacks.registry import attack
 from gradveil.settings import settings
 from gradveil.types import Observation
 
-_ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU)
+_ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ReLU)
+_OPEN = 1e-5  # share of the largest activation above which a ReLU counts as open
 _NEUTRAL = (nn.Flatten, nn.Identity, nn.Dropout)
 
 
@@ -33,12 +37,15 @@ class RGAP(Attack):
     """Recursive closed-form inversion of a plain convolutional net."""
 
     ridge: float = Field(default=1e-12, ge=0)
+    smooth: float = Field(
+        default=1e-8, ge=0
+    )  # weight of squared differences of neighbouring pixels, for the image alone
 
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
             return "it needs the gradient of a single image"
         if _line(observation) is None:
-            return "it needs a straight line of convolutions with invertible activations before a linear layer"
+            return "it needs a straight line of convolutions and activations, without pooling, before a linear layer"
         return None
 
     def run(self, target: Target) -> Answer:
@@ -99,7 +106,7 @@ class RGAP(Attack):
         forward.scatter_add_(3, index.T.expand(out, channels, -1, -1), values)
         forward = forward[..., 1:].permute(0, 2, 1, 3).reshape(out * places, channels * pixels)
         wanted = z - (bias.double().repeat_interleave(places) if bias is not None else 0)
-        trust = slope.abs().clamp_min(1e-9)  # z came through the activation's inverse: it is as sure as its slope
+        trust = slope.abs()  # z came through the activation's inverse: it is as sure as its slope
         forward_t, wanted_t = forward * trust[:, None], wanted * trust
 
         # ∇W of one input channel reads that channel alone, by the same matrix for all.
@@ -114,10 +121,29 @@ class RGAP(Attack):
         right = right + (scale**2 * given @ back).flatten()
         for c in range(channels):
             gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += block
-        gram += self.ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        size = gram.diagonal().mean()
+        gram.diagonal().add_(self.ridge * size)
+        if shapes[0] == observation.input_shape and self.smooth:
+            rough = self.smooth * size * _roughness(height, width)
+            for c in range(channels):
+                gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += rough
         u = torch.linalg.solve(gram, right)
-        error = (forward @ u - wanted).norm() / wanted.norm().clamp_min(1e-30)
+        error = (forward_t @ u - wanted_t).norm() / wanted_t.norm().clamp_min(1e-30)
         return u, error
+
+
+def _roughness(height: int, width: int) -> Tensor:
+    """The quadratic form of squared differences between neighbouring pixels."""
+    number = torch.arange(height * width).view(height, width)
+    pairs = torch.cat(
+        [
+            torch.stack([a.flatten(), b.flatten()], 1)
+            for a, b in ((number[1:], number[:-1]), (number[:, 1:], number[:, :-1]))
+        ]
+    )
+    difference = torch.zeros(len(pairs), height * width, dtype=torch.float64)
+    difference.scatter_(1, pairs, torch.tensor([1.0, -1.0], dtype=torch.float64).expand(len(pairs), 2))
+    return difference.T @ difference
 
 
 def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,6 +154,9 @@ def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(activation, nn.Tanh):
         a = a.clamp(-1 + 1e-9, 1 - 1e-9)
         return torch.atanh(a), 1 - a**2
+    if isinstance(activation, nn.ReLU):
+        is_open = (a > _OPEN * a.abs().max()).to(a)
+        return a * is_open, is_open
     slope = float(activation.negative_slope)  # type: ignore[arg-type]
     return torch.where(a >= 0, a, a / slope), torch.where(a >= 0, torch.ones_like(a), torch.full_like(a, slope))
 

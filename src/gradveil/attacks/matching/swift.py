@@ -3,7 +3,9 @@
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: the global cosine
 is ruled by one layer on some initialisations, the layer-relative L2 is ill-conditioned on others. So:
 
-1. every victim starts once for each distance, all in one batched L-BFGS, down a ladder of TV weights (a strong prior
+0. where a net can be unrolled in closed form (`rgap`), its answer comes first: it costs a fraction of a second, and a
+   victim whose update it explains needs nothing else;
+1. every other victim starts once for each distance, all in one batched L-BFGS, down a ladder of TV weights (a strong prior
    first, which chooses among what the update alone leaves open);
 2. all rows finish under one common distance, and the adversary keeps the row with the lowest residual;
 3. victims close to the truth but not there go down the ladder again from where they are;
@@ -27,12 +29,13 @@ from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
-from gradveil.attacks.registry import attack
+from gradveil.attacks.registry import attack, parse
 from gradveil.settings import settings
 
 DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
-FINISH = ((1e-5, 40), (1e-6, 100))  # common distance: before and after the choice
+FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
+CLOSE = 0.1  # residual below which going on from here beats a new start
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim stands
 
 Options = Callable[[Target], dict[str, Any]]
@@ -54,6 +57,7 @@ class Swift(Attack):
         default=1e-3, gt=0
     )  # residual (share of the update's size) below which a victim needs no new start
     exact: float = Field(default=1e-6, gt=0)  # … and below which it is done
+    closed: bool = True  # begin with the closed form where there is one
     adam_steps: int = Field(default=1200, ge=0)  # for those that never converge
 
     def run(self, target: Target) -> Answer:
@@ -61,22 +65,22 @@ class Swift(Attack):
 
     def reconstruct(self, target: Target, options: Options = plain) -> Answer:
         """The attack, with what a counter knows (`options` of the problem: masks, tensors that count, a transform)."""
-        x, residual, used = _portfolio(target, 0.1, options)
+        x, residual, used = self._begin(target, options)
         for again in range(self.restarts):
             # Far away stand kinks or noise, and new starts do not help there.
             rows = [i for i in _open(residual, self.converged) if residual[i] < 0.3]
             if not rows:
                 break
-            found = _portfolio(target.subset(rows), 0.1 if again == 0 else 0.5, options)
+            found = _portfolio(target.subset(rows, f"start {again}"), 0.1 if again == 0 else 0.5, options)
             used += _keep_better(x, residual, rows, found)
         for _ in range(self.cycles):
-            rows = [i for i in _open(residual, self.exact) if residual[i] < 0.1]
+            rows = [i for i in _open(residual, self.exact) if residual[i] < CLOSE]
             if not rows:
                 break
             used += _keep_better(x, residual, rows, _cycle(target.subset(rows), x[rows], options))
         rows = _open(residual, 10 * self.converged)
         if rows and self.adam_steps:
-            part = target.subset(rows)
+            part = target.subset(rows, "adam")
             steps = steps_for(part, self.adam_steps)
             match = Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps=steps, box=True)
             problem = Problem(part, match.distance, match.priors, **options(part))
@@ -84,6 +88,17 @@ class Swift(Attack):
             found = (solution.x, problem.residual(solution.x, RelativeL2()), solution.iterations)
             used += _keep_better(x, residual, rows, found)
         return Answer(x, residual, iterations=used)
+
+    def _begin(self, target: Target, options: Options) -> tuple[Tensor, Tensor, int]:
+        """The closed form where it comes close, the portfolio for everyone else."""
+        if not self.closed or options is not plain or parse("rgap").applies(target.first):
+            return _portfolio(target, 0.1, options)
+        x = parse("rgap").run(target).x
+        residual = torch.nan_to_num(Problem(target, RelativeL2(), ()).residual(x, RelativeL2()), nan=float("inf"))
+        rows, used = _open(residual, CLOSE), 0
+        if rows:
+            used = _keep_better(x, residual, rows, _portfolio(target.subset(rows), 0.1, options))
+        return x, residual, used
 
 
 def _portfolio(target: Target, scale: float, options: Options) -> tuple[Tensor, Tensor, int]:
