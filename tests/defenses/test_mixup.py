@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from gradveil.client import Client
-from gradveil.defenses import parse
+from gradveil.defenses import Defense, parse
+from gradveil.defenses.base import Chain
 from gradveil.defenses.batch.mixup import different, dirichlet, within
 from gradveil.errors import UserError
 from gradveil.gradients import ModelFunction
@@ -53,6 +54,26 @@ def test_fed_images_are_the_combinations_that_the_secrets_tell(k):
         torch.testing.assert_close(trace.fed.y[row], y)
         largest = partners[row][mixing[row].argmax()]
         assert torch.equal(trace.secrets["component"][row], private.x[largest])
+
+
+class Negative(Defense):
+    """A data stage that is easily told from none."""
+
+    name = "negative"
+
+    def data(self, batch, step):
+        return Batch(1 - batch.x, batch.y)
+
+
+def test_after_a_data_stage_the_partners_are_protected_too():
+    one = client(Chain([Negative(), parse("mixup:k=4")]))
+    private = one.private
+    _, trace = one.round(one.model.state(), private[10:14], 0)
+    mixing, partners = trace.secrets["mixing"], trace.secrets["partners"]
+    for row in range(4):
+        own = mixing[row, 0] * (1 - private.x[10 + row])
+        others = sum(w * (1 - private.x[p]) for w, p in zip(mixing[row, 1:], partners[row, 1:], strict=True))
+        torch.testing.assert_close(trace.fed.x[row], own + others)
 
 
 def test_the_update_is_the_gradient_of_the_soft_label_loss():

@@ -8,7 +8,8 @@ A defense holds settings only: what it learns from private data is returned by `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +54,11 @@ class Step:
     memory: Any = None  # what this defense's `prepare` returned
     noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
     secrets: Tensors = field(default_factory=dict)  # a defense writes here what the judge may know
+    before: Callable[[Batch], Batch] | None = None  # the data stages that a combination puts before this defense
+
+    def protected(self, batch: Batch) -> Batch:
+        """Other images of the client as the defenses before this one would have it use them."""
+        return batch if self.before is None else self.before(batch)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Pixels as the network takes them."""
@@ -110,6 +116,13 @@ class Defense:
         return "+".join(spec_of(p) for p in self.parts)
 
 
+def _data_stages(each: Sequence[tuple[Defense, Step]], batch: Batch) -> Batch:
+    for part, step in each:
+        # What they draw for other images is no secret of this batch.
+        batch = part.data(batch, replace(step, batch=batch, secrets={}))
+    return batch
+
+
 class Chain(Defense):
     """Several defenses, each stage applied in the order in which they were written."""
 
@@ -147,8 +160,10 @@ class Chain(Defense):
         return batch
 
     def batch(self, batch: Batch, step: Step) -> Batch:
-        for part, own in self._each(step):
+        each = self._each(step)
+        for place, (part, own) in enumerate(each):
             own.batch = batch  # as the part before left it
+            own.before = partial(_data_stages, each[:place])
             batch = part.batch(batch, own)
         return batch
 

@@ -117,8 +117,11 @@ def within(
 
 def mix(batch: Batch, mixing: Tensor, partners: Tensor, data: Batch, step: Step) -> Batch:
     """The combinations of each image with its partners in `data`; how they were made goes into the step's secrets."""
-    images = torch.cat([batch.x[:, None], data.x[partners[:, 1:]]], dim=1)
-    labels = torch.cat([soft(batch.y[:, None], step), soft(data.y[partners[:, 1:]], step)], dim=1)
+    others = step.protected(data[partners[:, 1:].flatten()])
+    images = torch.cat([batch.x[:, None], others.x.view(len(batch), -1, *batch.x.shape[1:])], dim=1)
+    labels = torch.cat(
+        [soft(batch.y, step)[:, None], soft(others.y, step).view(len(batch), -1, step.num_classes)], dim=1
+    )
     remember(step, "mixing", mixing)
     remember(step, "partners", partners)
     remember(step, "component", images[torch.arange(len(batch)), mixing.argmax(dim=1)])
