@@ -37,9 +37,10 @@ def settings(cls: C) -> C:
 
 def spec_of(method: object) -> str:
     """The text form of a method, naming only what differs from the defaults; `parse` reads it back."""
-    name = str(getattr(method, "name", type(method).__name__))
+    name = str(getattr(method, "name", "") or type(method).__name__)
     changed = []
-    for field in dataclasses.fields(cast(Any, method)):
+    # A user's own class may do without settings.
+    for field in dataclasses.fields(cast(Any, method)) if dataclasses.is_dataclass(method) else ():
         value = getattr(method, field.name)
         default = field.default if field.default is not dataclasses.MISSING else None
         if isinstance(default, pydantic.fields.FieldInfo):

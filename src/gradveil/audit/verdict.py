@@ -28,6 +28,10 @@ def judge(case: Case, plan: Plan, outcomes: Outcomes) -> Json:
     """The whole summary. `outcomes` are the stored cells of the plan, by key."""
     defenses = [_defense(case, plan, outcomes, text) for text in case.defenses]
     none = next(d for d in defenses if d["spec"] == CONTROL)
+    if none["verdict"] != LEAKS:
+        # Attacks that fail where nothing is hidden have shown nothing about any defense.
+        for defense in defenses:
+            defense["verdict"] = UNREFUTED if defense["verdict"] == NO_LEAK else defense["verdict"]
     _add_costs(defenses, none)
     base = outcomes[plan.of("baseline")[0].key]
     return {
@@ -227,7 +231,9 @@ def _warnings(case: Case, none: Json) -> list[str]:
     items = []
     ok = [row for row in none["attacks"] if row["status"] == "ok" and row["against"] == "original"]
     weak = [row["spec"] for row in ok if row["identified"]["low"] <= row["identified"]["chance"]]
-    if weak and len(weak) < len(ok):
+    if ok and none["verdict"] != LEAKS:
+        items.append("Without a defense no attack succeeded, so this audit is too weak to say anything about a defense.")
+    elif weak:
         items.append(
             f"Without a defense {', '.join(weak)} did not succeed either, so its failing under a defense says nothing."
         )
@@ -259,5 +265,5 @@ def _defense_warnings(case: Case, defense: Defense, observed: Json, attacked: Se
         items.append(f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt")
     unknown = [c for c in defense.counters if c not in attack_methods.registry]
     if unknown:
-        items.append(f"its counters {', '.join(unknown)} are not available here")
+        items.append(f"{', '.join(unknown)}, said to break it, is no attack of this version")
     return items

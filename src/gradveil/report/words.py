@@ -273,7 +273,9 @@ def _among(held: Sequence[DefenseView], merit: str) -> str:
 def _weak(defense: DefenseView) -> str:
     if defense.verdict != UNREFUTED:
         return ""
-    return " It is unrefuted only: nobody has yet built an attack against it here."
+    if defense.counter:
+        return f" It is unrefuted only: {listing(defense.counter)}, built to break it, took no part in this audit."
+    return " It is unrefuted only: no attack that knows it has been built yet."
 
 
 def cost(view: SummaryView, defense: DefenseView) -> str:

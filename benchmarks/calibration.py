@@ -1,0 +1,97 @@
+"""How often an audit cries wolf: defenses whose updates hold nothing of the victim must not be said to leak.
+
+    python benchmarks/calibration.py --audits 60
+
+Half of the null defenses send pure noise, half the update of another image of the same class. Each is an audit of its
+own, on victims and a model of its own seed; undefended, every audit must say `leaks`. Writes docs/results/calibration.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from gradveil.defenses.base import Defense, Setup, Step
+from gradveil.types import Batch, Tensors
+
+
+class Noise(Defense):
+    """Nothing but noise, of the update's own size."""
+
+    name = "noise-alone"
+    random = True
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {n: t.std() * torch.randn(t.shape, generator=step.rng) if t.numel() > 1 else t for n, t in tensors.items()}
+
+
+class Stranger(Defense):
+    """The update of another image of the same class."""
+
+    name = "stranger"
+    random = True
+
+    def prepare(self, setup: Setup) -> Batch:
+        assert setup.public is not None
+        return setup.public
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        known: Batch = step.memory
+        picks = []
+        for label in batch.hard_labels:
+            own = (known.hard_labels == label).nonzero().flatten()
+            picks.append(own[torch.randint(len(own), (1,), generator=step.rng)])
+        return Batch(known.x[torch.cat(picks)], batch.y)
+
+
+NULLS = (Noise, Stranger)
+
+
+def audit(seed: int, attacks: list[str], victims: int, data: str = "mnist-5k") -> dict[str, str]:
+    """The verdict on no defense and on each null defense."""
+    import gradveil as gv
+
+    report = gv.audit(
+        data, "lenet", [kind() for kind in NULLS], attacks, victims=victims, seed=seed, workers=0, quiet=True
+    )
+    return {d["spec"]: d["verdict"] for d in report.summary["defenses"]}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--audits", type=int, default=60, help="null audits, two of each seed")
+    arguments.add_argument("--victims", type=int, default=8)
+    arguments.add_argument("--attack", nargs="*", default=["rgap", "swift:restarts=0,adam_steps=200"])
+    arguments.add_argument("--out", type=Path, default=Path("docs/results/calibration.md"))
+    given = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    seeds = range(1000, 1000 + given.audits // len(NULLS))
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(audit, seeds, [given.attack] * len(seeds), [given.victims] * len(seeds)))
+    lines = [
+        "# Calibration of the verdict",
+        "",
+        "Written by `benchmarks/calibration.py`: LeNet on mnist-5k, "
+        f"{given.victims} victims an audit, attacks {', '.join(f'`{a}`' for a in given.attack)}, seeds {seeds.start} to {seeds.stop - 1}.",
+        "",
+        "| updates | audits | said `leaks` |",
+        "|---|---|---|",
+    ]
+    for spec in found[0]:
+        said = sum(f[spec] == "leaks" for f in found)
+        lines.append(f"| `{spec}` | {len(found)} | {said} ({100 * said / len(found):.0f}%) |")
+    nulls = [f[spec] == "leaks" for f in found for spec in f if spec != "none"]
+    # With none of n null audits alarmed, rates above 1 − 0.05^(1/n) are excluded at 95%.
+    bound = f" Rates above {100 * (1 - 0.05 ** (1 / len(nulls))):.1f}% are excluded at 95%." if not any(nulls) else ""
+    lines += ["", f"False alarms: {sum(nulls)} of {len(nulls)} null audits.{bound}"]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
