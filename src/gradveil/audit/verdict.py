@@ -232,7 +232,9 @@ def _warnings(case: Case, none: Json) -> list[str]:
     ok = [row for row in none["attacks"] if row["status"] == "ok" and row["against"] == "original"]
     weak = [row["spec"] for row in ok if row["identified"]["low"] <= row["identified"]["chance"]]
     if ok and none["verdict"] != LEAKS:
-        items.append("Without a defense no attack succeeded, so this audit is too weak to say anything about a defense.")
+        items.append(
+            "Without a defense no attack succeeded, so this audit is too weak to say anything about a defense."
+        )
     elif weak:
         items.append(
             f"Without a defense {', '.join(weak)} did not succeed either, so its failing under a defense says nothing."

@@ -18,10 +18,12 @@ class Engine(str, Enum):
     """Who carries states and updates between server and clients."""
 
     inline = "inline"
+    flower = "flower"
 
 
 # typer reads these at run time, on Python 3.10 too: hence Optional.
 Whole = Optional[int]  # noqa: UP045
+Real = Optional[float]  # noqa: UP045
 Folder = Optional[Path]  # noqa: UP045
 
 
@@ -31,7 +33,7 @@ def command(
     model: Annotated[str, typer.Option(help="Name, or pkg.mod:factory.")] = "cnn",
     defense: Annotated[str, typer.Option(help="name:key=value,…; + combines.")] = "none",
     defended: Annotated[str, typer.Option(help="all, or how many of the clients.")] = "all",
-    engine: Annotated[Engine, typer.Option(help="inline: the clients one after another.")] = Engine.inline,
+    engine: Annotated[Engine, typer.Option(help="inline: in this process; flower: its simulation.")] = Engine.inline,
     rounds: Annotated[int, typer.Option(help="How often the server adds up.")] = 20,
     clients: Annotated[int, typer.Option(help="How many clients there are.")] = 10,
     images_per_client: Annotated[Whole, typer.Option(help="On average. [private images / clients]")] = None,
@@ -44,6 +46,7 @@ def command(
     weight_decay: Annotated[float, typer.Option(help="Of the same SGD.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="constant, exponential:gamma=0.99 or step:every=30.")] = "constant",
     fedsgd: Annotated[bool, typer.Option("--fedsgd", help="Clients send one gradient a round.")] = False,
+    deadline: Annotated[Real, typer.Option(help="Seconds until a silent client misses the round. [none]")] = None,
     seed: Annotated[int, typer.Option(help="All randomness comes from it.")] = 0,
     out: Annotated[Folder, typer.Option(help="Folder of the run; the same command resumes it. [runs/…]")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
@@ -70,13 +73,14 @@ def command(
         "schedule": schedule,
         "fedsgd": fedsgd,
         "defended": defended,
+        "deadline": deadline,
         "seed": seed,
     }
     found = load(data, seed=seed)
     if images_per_client is None and clients > 0:
         options["images_per_client"] = max(1, len(found.private) // clients)
     module = models.build(model, input_shape=found.input_shape, num_classes=found.num_classes, seed=seed)
-    folder = out or _default_folder(data, model, defense, options)
+    folder = out or _default_folder(data, model, defense, {**options, "engine": engine.value})
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bars:

@@ -34,6 +34,10 @@ class Failure:
     what: str
 
 
+def too_late(limit: float) -> str:
+    return f"took more than the {limit:g} s it had"
+
+
 def screen(
     replies: Sequence[Reply | Failure], parameters: Tensors, buffers: Tensors
 ) -> tuple[list[Reply], list[Failure]]:

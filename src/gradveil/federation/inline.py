@@ -13,14 +13,14 @@ from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.errors import UserError, unknown
 from gradveil.federation.checkpoint import Checkpoint
-from gradveil.federation.faults import Failure, Reply
+from gradveil.federation.faults import Failure, Reply, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Engine, Federation, Progress, run
 from gradveil.settings import build
 from gradveil.types import Tensors
 
-ENGINES = ("inline",)
+ENGINES = ("inline", "flower")
 
 
 def train(
@@ -46,13 +46,16 @@ def train(
     progress: Progress | None = None,
     evaluate_every: int = 1,
     cosine_every: int = 0,
+    deadline: float | None = None,
     cache: Path | None = None,
     folder: Path | None = None,
 ) -> History:
     """Train `module` (which stays as it is) in a federation under a defense.
 
     `defended` is "all" or how many clients; with a defense that changes the model, all run the changed one.
-    With `folder`, every finished round is stored there and the same call goes on where it stopped.
+    With `folder`, every finished round is stored there and the same call goes on where it stopped. `engine` is inline,
+    or flower: the same rounds through Flower's simulation. `deadline` is how many seconds a client has in a
+    round: inline, a later reply is left out; on Flower, its work is broken off.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, hint=f"There are: {', '.join(ENGINES)}.")
@@ -73,17 +76,23 @@ def train(
         "seed": seed,
         "evaluate_every": evaluate_every,
         "cosine_every": cosine_every,
+        "deadline": deadline,
     }
     federation = Federation(module, data, defense, build(Plan, values, of="train"), cache=cache, progress=progress)
-    checkpoint = Checkpoint(folder, federation) if folder else None
+    checkpoint = Checkpoint(folder, federation, engine) if folder else None
     history, velocity = checkpoint.load() if checkpoint else (History(), {})
     server = federation.server(history.state, velocity)
     if history.rounds >= rounds:
         return history
+    save = checkpoint.save if checkpoint else None
+    if engine == "flower":
+        from gradveil.federation.flower_engine import simulate
+
+        return simulate(federation, server, history, save)
     began = time.perf_counter()
     clients_here = inline(federation)
     history.seconds_prepare = time.perf_counter() - began
-    return run(federation, server, clients_here, history, checkpoint.save if checkpoint else None)
+    return run(federation, server, clients_here, history, save)
 
 
 def inline(federation: Federation) -> Engine:
@@ -93,13 +102,20 @@ def inline(federation: Federation) -> Engine:
     def collect(state: Tensors, round: int, chosen: Sequence[int]) -> list[Reply | Failure]:
         replies: list[Reply | Failure] = []
         for k in chosen:
+            began = time.perf_counter()
             try:
-                replies.append(participants[k].reply(state, round))
+                reply = participants[k].reply(state, round)
             except UserError:
                 raise  # no fault of this client: what was asked for cannot work
             except Exception as error:
                 text = " ".join(str(error).split())
                 replies.append(Failure(k, f"raised {type(error).__name__}: {text}"))
+                continue
+            limit = federation.plan.deadline
+            if limit is not None and time.perf_counter() - began > limit:
+                replies.append(Failure(k, too_late(limit)))
+            else:
+                replies.append(reply)
         return replies
 
     return collect

@@ -34,6 +34,7 @@ class Plan:
     seed: int = 0
     evaluate_every: int = Field(default=1, ge=1)
     cosine_every: int = Field(default=0, ge=0)  # compare the first defended update with the undefended one; 0: never
+    deadline: float | None = Field(default=None, gt=0)  # seconds until a client without an answer misses the round
 
     def __post_init__(self) -> None:
         text = str(self.defended)

@@ -13,7 +13,12 @@ Needs single images, clean gradients and a straight line of convolutions with si
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -101,49 +106,60 @@ class RGAP(Attack):
         pixels, places = height * width, index.shape[1]
         kernel = weight.shape[2] * weight.shape[3]
 
-        forward = weight.new_zeros(out, channels, places, pixels + 1)
-        values = weight.view(out, channels, 1, kernel).expand(-1, -1, places, -1)
-        forward.scatter_add_(3, index.T.expand(out, channels, -1, -1), values)
-        forward = forward[..., 1:].permute(0, 2, 1, 3).reshape(out * places, channels * pixels)
+        # conv(u) = z − b: a row for every output place, a column for every pixel of every channel.
+        row = torch.arange(out * places).view(out, 1, 1, places).expand(-1, channels, kernel, -1)
+        column = index + torch.arange(channels).view(1, -1, 1, 1) * (pixels + 1)
+        values = weight.view(out, channels, kernel, 1).expand(-1, -1, -1, places)
+        forward = _sparse(row, column.expand_as(row), values, (out * places, channels * (pixels + 1)))
+        inside = (torch.arange(channels * (pixels + 1)) % (pixels + 1) != 0).numpy()
+        forward = forward[:, inside]
         wanted = z - (bias.double().repeat_interleave(places) if bias is not None else 0)
-        trust = slope.abs()  # z came through the activation's inverse: it is as sure as its slope
-        forward_t, wanted_t = forward * trust[:, None], wanted * trust
+        trust = slope.abs().numpy()  # z came through the activation's inverse: it is as sure as its slope
+        forward_t, wanted_t = scipy.sparse.diags(trust) @ forward, wanted.numpy() * trust
 
         # ∇W of one input channel reads that channel alone, by the same matrix for all.
-        back = weight.new_zeros(out, kernel, pixels + 1)
-        back.scatter_add_(2, index.expand(out, -1, -1), k.view(out, 1, places).expand(-1, kernel, -1))
-        back = back[..., 1:].reshape(out * kernel, pixels)
-        scale = forward_t.norm() / back.norm().clamp_min(1e-30) / channels**0.5
-        gram = forward_t.T @ forward_t
-        block = scale**2 * back.T @ back
-        right = forward_t.T @ wanted_t
-        given = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel)
-        right = right + (scale**2 * given @ back).flatten()
+        row = torch.arange(out * kernel).view(out, kernel, 1).expand(-1, -1, places)
+        values = k.view(out, 1, places).expand(-1, kernel, -1)
+        back = _sparse(row, index.expand_as(row), values, (out * kernel, pixels + 1))[:, 1:]
+        scale = scipy.sparse.linalg.norm(forward_t) / max(scipy.sparse.linalg.norm(back), 1e-30) / channels**0.5
+        given = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel).numpy()
+        gram = (forward_t.T @ forward_t).toarray()
+        right = forward_t.T @ wanted_t + (scale**2 * (given @ back)).ravel()
+        block = scale**2 * (back.T @ back).toarray()
+        size = float((gram.trace() + channels * block.trace()) / len(gram))
+        if shapes[0] == observation.input_shape and self.smooth:
+            block = block + self.smooth * size * _roughness(height, width)
         for c in range(channels):
             gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += block
-        size = gram.diagonal().mean()
-        gram.diagonal().add_(self.ridge * size)
-        if shapes[0] == observation.input_shape and self.smooth:
-            rough = self.smooth * size * _roughness(height, width)
-            for c in range(channels):
-                gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += rough
-        u = torch.linalg.solve(gram, right)
-        error = (forward_t @ u - wanted_t).norm() / wanted_t.norm().clamp_min(1e-30)
-        return u, error
+        u = _solve(gram, right, self.ridge * size)
+        error = np.linalg.norm(forward_t @ u - wanted_t) / max(float(np.linalg.norm(wanted_t)), 1e-30)
+        return torch.from_numpy(u), torch.tensor(error, dtype=torch.float64)
 
 
-def _roughness(height: int, width: int) -> Tensor:
+def _solve(gram: Any, right: Any, ridge: float) -> Any:
+    """By Cholesky, with as much more of a ridge as rounding makes it need."""
+    for factor in (1, 1e2, 1e4, 1e6):
+        gram[np.diag_indices_from(gram)] += factor * ridge
+        try:
+            return scipy.linalg.cho_solve(scipy.linalg.cho_factor(gram), right)
+        except np.linalg.LinAlgError:
+            continue
+    return np.full_like(right, np.nan)  # recorded as a failure
+
+
+def _sparse(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Any:
+    entries = (values.flatten().numpy(), (row.flatten().numpy(), column.flatten().numpy()))
+    return scipy.sparse.coo_array(entries, shape=shape).tocsr()
+
+
+def _roughness(height: int, width: int) -> Any:
     """The quadratic form of squared differences between neighbouring pixels."""
-    number = torch.arange(height * width).view(height, width)
-    pairs = torch.cat(
-        [
-            torch.stack([a.flatten(), b.flatten()], 1)
-            for a, b in ((number[1:], number[:-1]), (number[:, 1:], number[:, :-1]))
-        ]
-    )
-    difference = torch.zeros(len(pairs), height * width, dtype=torch.float64)
-    difference.scatter_(1, pairs, torch.tensor([1.0, -1.0], dtype=torch.float64).expand(len(pairs), 2))
-    return difference.T @ difference
+    number = np.arange(height * width).reshape(height, width)
+    first = np.concatenate([number[1:].ravel(), number[:, 1:].ravel()])
+    second = np.concatenate([number[:-1].ravel(), number[:, :-1].ravel()])
+    graph = np.zeros((height * width, height * width))
+    graph[first, second] = graph[second, first] = 1
+    return np.diag(graph.sum(0)) - graph
 
 
 def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
