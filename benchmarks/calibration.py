@@ -26,7 +26,9 @@ class Noise(Defense):
     random = True
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {n: t.std() * torch.randn(t.shape, generator=step.rng) if t.numel() > 1 else t for n, t in tensors.items()}
+        return {
+            n: t.std() * torch.randn(t.shape, generator=step.rng) if t.numel() > 1 else t for n, t in tensors.items()
+        }
 
 
 class Stranger(Defense):
@@ -75,8 +77,9 @@ def main() -> None:
     lines = [
         "# Calibration of the verdict",
         "",
-        "Written by `benchmarks/calibration.py`: LeNet on mnist-5k, "
-        f"{given.victims} victims an audit, attacks {', '.join(f'`{a}`' for a in given.attack)}, seeds {seeds.start} to {seeds.stop - 1}.",
+        f"Written by `benchmarks/calibration.py --audits {given.audits}`: LeNet on mnist-5k, "
+        f"{given.victims} victims an audit, attacks {', '.join(f'`{a}`' for a in given.attack)}, "
+        f"seeds {seeds.start} to {seeds.stop - 1}.",
         "",
         "| updates | audits | said `leaks` |",
         "|---|---|---|",

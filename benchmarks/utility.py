@@ -120,7 +120,8 @@ def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[str]:
     lines = [
         f"## {given.data}, `{given.model}`",
         "",
-        f"{given.images_per_client} images a client, {given.rounds} rounds, one local epoch, batch 64, learning rate {given.lr}.",
+        f"{given.images_per_client} images a client, {given.rounds} rounds, one local epoch, batches of 64, "
+        f"learning rate {given.lr}.",
         "",
         "| defense | defended | seeds | test | train | PDM | goal | cosine, first → last round | time |",
         "|---|---|---|---|---|---|---|---|---|",
