@@ -1,9 +1,9 @@
 """Write docs/methods/: a card for every defense, with a picture of what it does to a few images and what it was measured at.
 
-    python benchmarks/method_cards.py --audit RUN
+    python benchmarks/method_cards.py --audit RUN [RUN …]
 
-`--audit` names the folder of an audit over the defenses (`gradveil audit … --out RUN`); its numbers, its date and its
-command stand on the cards. Nothing on a card is written by hand but the method's own docstring, which is its text.
+`--audit` names folders of audits over the defenses (`gradveil audit … --out RUN`); their numbers, dates and commands
+stand on the cards. Nothing on a card is written by hand but the method's own docstring, which is its text.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ PUBLISHED = {
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--audit", type=Path, help="folder of an audit over the defenses")
+    arguments.add_argument("--audit", type=Path, nargs="+", default=[], help="folders of audits over the defenses")
     arguments.add_argument("--out", type=Path, default=Path("docs/methods"))
     arguments.add_argument("names", nargs="*", help="defenses; all without")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    summary = json.loads((given.audit / "summary.json").read_text()) if given.audit else {"defenses": []}
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in given.audit]
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.names or [n for n in registry.names() if n != "none"]:
-        card(name, summary, given.out)
+        card(name, summaries, given.out)
         print(given.out / f"{name}.md", flush=True)
 
 
-def card(name: str, summary: dict[str, Any], out: Path) -> None:
+def card(name: str, summaries: list[dict[str, Any]], out: Path) -> None:
     cls = registry[name]
     module_text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")  # type: ignore[union-attr]
     picture, seconds, stages = effect(parse(name), out / f"{name}.png")
@@ -67,7 +67,7 @@ def card(name: str, summary: dict[str, Any], out: Path) -> None:
     lines += ["## What breaks it", ""]
     known = ", ".join(f"`{c}`" for c in cls.counters)
     lines += [f"Counters: {known}." if known else "No counter is known: unrefuted, which is not the same as harmless."]
-    lines += ["", "## Measured here", "", *measured(name, summary)]
+    lines += ["", "## Measured here", "", *(line for one in summaries for line in measured(name, one))]
     if name in PUBLISHED:
         lines += ["", f"Published: {PUBLISHED[name]}"]
     (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -89,7 +89,7 @@ def settings_table(cls: type[Defense]) -> list[str]:
 def measured(name: str, summary: dict[str, Any]) -> list[str]:
     rows = [d for d in summary["defenses"] if name in [part.partition(":")[0] for part in d["spec"].split("+")]]
     if not rows:
-        return ["Not in the audit that this card was written from."]
+        return []
     case = summary["case"]
     lines = [
         f"`{summary.get('command', 'gradveil audit')}`",
@@ -113,7 +113,8 @@ def measured(name: str, summary: dict[str, Any]) -> list[str]:
                 f"| {attack['ssim']['mean']:.2f} | {attack['asr']:.2f} | {sure} "
                 f"| {'' if cosine is None else f'{cosine:.2f}'} |"
             )
-    return lines
+    verdicts = [f"`{d['spec']}` {d['verdict'] or 'not judged'}" for d in rows]
+    return [*lines, "", f"Verdict: {', '.join(verdicts)}.", ""]
 
 
 def effect(defense: Defense, path: Path) -> tuple[bool, float, list[str]]:

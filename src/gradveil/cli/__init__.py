@@ -11,12 +11,12 @@ import typer
 from gradveil import __version__
 from gradveil.errors import UserError
 
-COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "list", "show")
+COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "compare", "list", "show")
 
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(name="gradveil", add_completion=False, rich_markup_mode=None)
+app = typer.Typer(name="gradveil", rich_markup_mode=None)
 
 
 def _version(wanted: bool) -> None:

@@ -45,13 +45,17 @@ def command(
     config: Annotated[File, typer.Option(help="YAML file with an audit; options go before it.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells and an estimate, and stop.")] = False,
     fail_if: Annotated[
-        Text, typer.Option(help="Exit with 1 if this holds for any defense, e.g. 'worst.ssim.max > 0.6'.")
+        Texts, typer.Option(help="Exit with 1 if this holds for any defense, e.g. 'worst.ssim.max > 0.6'; repeat.")
     ] = None,
+    junit: Annotated[File, typer.Option(help="Write JUnit XML there: a suite a defense.")] = None,
+    annotations: Annotated[Text, typer.Option(help="github: print errors and warnings as it shows them.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> int:
     """Attack the updates of a model under each defense, and report what leaks.
 
     With no options: a complete first audit on the embedded data.
+
+    Example: gradveil audit --data mnist-5k --model lenet --defense prune:ratio=0.9 --victims 8 --out runs/mine
     """
     from gradveil.audit.case import Case
     from gradveil.audit.condition import Condition
@@ -59,6 +63,8 @@ def command(
     from gradveil.audit.run import Stopped, run_audit
     from gradveil.audit.spec import make_spec, read_spec
     from gradveil.errors import UserError
+    from gradveil.report.pipeline import annotations as annotations_of
+    from gradveil.report.pipeline import check_file, write_junit
 
     options: dict[str, Any] = {
         "data": data,
@@ -81,9 +87,14 @@ def command(
     }
     given = {name: value for name, value in options.items() if value is not None}
     spec = make_spec(given) if config is None else read_spec(config, **given)
-    condition = Condition(fail_if) if fail_if else None
-    if condition and any(f.startswith("utility.") for f in condition.fields) and not spec.utility:
-        raise UserError(f"--fail-if '{fail_if}' asks for the utility, which is measured only with --utility.")
+    conditions = [Condition(text) for text in fail_if or []]
+    for condition in conditions:
+        if any(f.startswith("utility.") for f in condition.fields) and not spec.utility:
+            raise UserError(f"--fail-if '{condition.text}' asks for the utility, which is measured only with --utility.")
+    if annotations not in (None, "github"):
+        raise UserError(f"--annotations {annotations}: write github, the one kind there is.")
+    if junit is not None:
+        check_file(junit)
     case = Case(spec)
     if plan:
         _show_plan(case, out, workers)
@@ -98,10 +109,17 @@ def command(
 
         print_summary(report.summary, Console())
         typer.echo(f"\nReport: {report.folder / 'report.html' if report.folder else ''}")
-    failing = [d["spec"] for d in report.summary["defenses"] if condition and condition.holds(d)]
-    if failing:
-        typer.echo(f"gradveil: {fail_if} holds for {', '.join(failing)}", err=True)
-    return 1 if failing else 0
+    found = report.summary["defenses"]
+    failures = {c.text: [d["spec"] for d in found if c.holds(d)] for c in conditions}
+    for text, failing in failures.items():
+        if failing:
+            typer.echo(f"gradveil: {text} holds for {', '.join(failing)}", err=True)
+    if junit is not None:
+        write_junit(report.summary, failures, junit)
+    if annotations is not None:
+        for line in annotations_of(report.summary, failures):
+            typer.echo(line)
+    return 1 if any(failures.values()) else 0
 
 
 def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
