@@ -24,6 +24,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -37,5 +40,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist site

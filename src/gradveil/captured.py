@@ -36,6 +36,14 @@ class Rebuilt:
 
     fit: dict[str, float] = field(default_factory=dict)
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: the best fit first."""
+        from gradveil.report.notebook import figure
+
+        order = sorted(self.by_attack, key=lambda name: self.fit[name])
+        shown = [(name, self.by_attack[name].images, f"{100 * self.fit[name] ** 0.5:.2g}%") for name in order]
+        return "".join(figure(images, f"{name}: differs by {fit} of the update") for name, images, fit in shown)
+
     def save(self, folder: str | Path) -> Path:
         """`FOLDER/ATTACK.safetensors` and `.png` for each attack, and `attack.json`."""
         folder = Path(folder)
@@ -261,14 +269,9 @@ def _with_labels(observation: Observation, labels: Sequence[int], size: int, cla
 
 
 def _drawer(images: Tensor) -> Callable[[Path], None]:
-    """The images side by side, enlarged to be seen."""
-    from PIL import Image
+    from gradveil.report.notebook import strip
 
-    strip = torch.cat(list((images * 255).round().byte()), dim=2).permute(1, 2, 0).numpy()
-    scale = max(1, 112 // images.shape[2])
-    picture = Image.fromarray(strip[..., 0] if strip.shape[2] == 1 else strip[..., :3])
-    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
-    return lambda path: picture.save(path, format="PNG")
+    return lambda path: strip(images).save(path, format="PNG")
 
 
 __all__ = ["Rebuilt", "attack"]

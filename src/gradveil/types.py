@@ -159,6 +159,16 @@ class Reconstruction:
     failed: str | None = None  # why the attack has no finite answer; never left out of an average silently
     history: dict[str, list[float]] = field(default_factory=dict)
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from gradveil.report.notebook import figure
+
+        parts = [f"score {self.score:.3g}", f"{self.iterations} iterations", f"{self.seconds:.1f} s"]
+        if self.labels is not None:
+            hard = self.labels if self.labels.ndim == 1 else self.labels.argmax(dim=1)
+            parts.insert(0, "labels " + ", ".join(str(v) for v in hard.tolist()))
+        return figure(self.images, " · ".join(parts + ([f"failed: {self.failed}"] if self.failed else [])))
+
 
 def observe(
     model: ModelFunction,

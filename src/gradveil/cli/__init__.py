@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C."""
     try:
         # Not list(…): in this package that name is a command.
-        code = app(args=None if arguments is None else [*arguments], standalone_mode=False)
+        given = None if arguments is None else [*arguments]
+        code = app(args=given, prog_name="gradveil", standalone_mode=False)
     except UserError as error:
         return _tell(str(error))
     except _USAGE_ERROR as error:

@@ -63,8 +63,7 @@ def command(
     from gradveil.audit.run import Stopped, run_audit
     from gradveil.audit.spec import make_spec, read_spec
     from gradveil.errors import UserError
-    from gradveil.report.pipeline import annotations as annotations_of
-    from gradveil.report.pipeline import check_file, write_junit
+    from gradveil.report.pipeline import check_file, github_annotations, write_junit
 
     options: dict[str, Any] = {
         "data": data,
@@ -90,7 +89,9 @@ def command(
     conditions = [Condition(text) for text in fail_if or []]
     for condition in conditions:
         if any(f.startswith("utility.") for f in condition.fields) and not spec.utility:
-            raise UserError(f"--fail-if '{condition.text}' asks for the utility, which is measured only with --utility.")
+            raise UserError(
+                f"--fail-if '{condition.text}' asks for the utility, which is measured only with --utility."
+            )
     if annotations not in (None, "github"):
         raise UserError(f"--annotations {annotations}: write github, the one kind there is.")
     if junit is not None:
@@ -117,7 +118,7 @@ def command(
     if junit is not None:
         write_junit(report.summary, failures, junit)
     if annotations is not None:
-        for line in annotations_of(report.summary, failures):
+        for line in github_annotations(report.summary, failures):
             typer.echo(line)
     return 1 if any(failures.values()) else 0
 

@@ -1,0 +1,90 @@
+"""`gradveil compare A B`: what changed between two audits, and what is only noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from gradveil.report.compare import Comparison
+
+# typer reads these at run time, on Python 3.10 too: hence Optional.
+File = Optional[Path]  # noqa: UP045
+Texts = Optional[list[str]]  # noqa: UP045
+
+_STYLES = {"leaks more": "bold red", "leaks less": "bold"}
+
+
+def command(
+    a: Annotated[Path, typer.Argument(help="Folder of a finished audit.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="Folder of the audit to compare it with.", metavar="B")],
+    across: Annotated[Texts, typer.Option(help="Term in which the cases may differ, such as budget; repeat.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Also attacks without a clear change.")] = False,
+    out: Annotated[File, typer.Option(help="Write a page with all of it to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Show what changed from audit A to audit B, for every defense and attack, and what is within noise.
+
+    Example: gradveil compare runs/before runs/after --out compare.html
+    """
+    from gradveil.report.compare import compare, write_comparison
+
+    found = compare(a, b, across or ())
+    if not quiet:
+        _show(found, every)
+    if out is not None:
+        page = write_comparison(found, out)
+        if not quiet:
+            typer.echo(f"\nPage: {page}")
+
+
+def _show(found: Comparison, every: bool) -> None:
+    from gradveil.report.compare import METRICS
+    from gradveil.report.words import plain
+
+    console = Console()
+    console.print(Text(f"{plain(found.scopes[0])}; {found.method}", "dim"))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("defense", overflow="fold", min_width=7)
+    table.add_column("attack", overflow="fold", min_width=6)
+    table.add_column("metric", min_width=8)
+    for name in ("first", "second"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("change (95%)", justify="right", min_width=8)
+    table.add_column("reading", min_width=7)
+    for defense in found.defenses:
+        name = shown = plain(defense.spec)
+        for i, row in enumerate(defense.rows):
+            if i and not (every or row.clear):
+                continue
+            for change in row.changes:
+                reading = Text(change.reading, _STYLES.get(change.reading, ""))
+                attack = plain(row.attack) if change is row.changes[0] else ""
+                cells = (shown, attack, METRICS[change.metric], *change.texts)
+                table.add_row(*(Text(c) for c in cells), reading)
+                shown = ""  # said once
+        if defense.accuracy.difference is not None:
+            cells = (shown, "", "accuracy", *defense.accuracy.texts)
+            table.add_row(*(Text(c) for c in cells), Text(defense.accuracy.reading))
+        if not defense.rows:
+            table.add_row(Text(name), Text("no attack ran in both"))
+        table.add_section()
+    console.print()
+    console.print(table)
+    console.print()
+    for defense in found.defenses:
+        console.print(Text(f"{plain(defense.spec)}: {defense.verdict}"))
+        for note in defense.notes:
+            console.print(Text(f"Warning ({plain(defense.spec)}): {plain(note)}", "yellow"))
+    for note in found.notes:
+        console.print(Text(f"Warning: {plain(note)}", "yellow"))
+    console.print(Text(plain(found.headline), "bold"))
+    hidden = sum(not row.clear for d in found.defenses for row in d.rows[1:])
+    if hidden and not every:
+        console.print(Text(f"{hidden} more rows without a clear change: --all shows them.", "dim"))

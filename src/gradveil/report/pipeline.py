@@ -1,0 +1,127 @@
+"""A finding for machines that watch machines: JUnit XML, and the annotations that GitHub reads from a job's output.
+
+In both, a failure is a `--fail-if` condition that holds, so that they agree with the exit code. A leak on which no
+condition was set is told (a property, a warning), not failed: what is tolerable is for the user to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from gradveil.errors import UserError
+from gradveil.report import words
+from gradveil.report.folder import write_atomically
+from gradveil.report.view import LEAKS, DefenseView, SummaryView
+
+Failures = Mapping[str, Sequence[str]]  # by condition, the defenses for which it holds
+
+
+def write_junit(summary: Mapping[str, Any], failures: Failures, file: str | Path) -> Path:
+    """One test suite a defense: a test case for every condition and one for every attack."""
+    file = check_file(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    root = _suites(SummaryView.read(summary), failures)
+    ET.indent(root)
+    text = ET.tostring(root, encoding="unicode")
+    return write_atomically(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n')
+
+
+def check_file(file: str | Path) -> Path:
+    """Said before an audit begins, not after it."""
+    if Path(file).is_dir():
+        raise UserError(f"{file} is a folder; --junit names a file, such as junit.xml.")
+    return Path(file)
+
+
+def _suites(view: SummaryView, failures: Failures) -> ET.Element:
+    suites = [_suite(view, defense, failures) for defense in view.defenses]
+    root = ET.Element("testsuites", {"name": "gradveil", **_totals(suites)})
+    root.extend(suites)
+    return root
+
+
+def _suite(view: SummaryView, defense: DefenseView, failures: Failures) -> ET.Element:
+    name = words.plain(defense.spec)
+    cases = [_condition(text, defense, defense.spec in failing) for text, failing in failures.items()]
+    cases += [_attack(defense, row) for row in defense.rows if row.against == "original"]
+    counts = {"tests": len(cases)} | {
+        plural: sum(case.find(tag) is not None for case in cases)
+        for plural, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
+    }
+    seconds = sum(row.seconds or 0.0 for row in defense.rows if row.against == "original")
+    numbers = {"time": f"{seconds:.3f}", **{k: str(v) for k, v in counts.items()}}
+    suite = ET.Element("testsuite", {"name": name, **numbers})
+    facts = {"verdict": defense.verdict, "scope": words.scope(view, defense), "identified": _rate(defense)}
+    if defense.loss is not None:
+        facts["accuracy loss, percent"] = words.digits(defense.loss, 1)
+    properties = ET.SubElement(suite, "properties")
+    for key, value in facts.items():
+        ET.SubElement(properties, "property", name=key, value=words.plain(value))
+    suite.extend(cases)
+    notes = [words.verdict_sentence(defense), *defense.warnings]
+    ET.SubElement(suite, "system-out").text = "\n".join(words.plain(note) for note in notes)
+    return suite
+
+
+def _condition(text: str, defense: DefenseView, holds: bool) -> ET.Element:
+    case = _case(defense, f"not: {text}")
+    if holds:
+        message = words.plain(f"{text} holds for {defense.spec}")
+        ET.SubElement(case, "failure", type="fail-if", message=message).text = words.plain(
+            words.verdict_sentence(defense)
+        )
+    return case
+
+
+def _attack(defense: DefenseView, row: Any) -> ET.Element:
+    """An attack that ran is a passed case, whatever it got; one that broke is an error, for it has shown nothing."""
+    case = _case(defense, f"attack: {row.attack}")
+    case.set("time", f"{row.seconds or 0.0:.3f}")
+    if row.status == "not applicable":
+        ET.SubElement(case, "skipped", message=words.plain(row.error or "does not apply here"))
+    elif not row.ok:
+        ET.SubElement(case, "error", type=words.plain(row.status), message=words.plain(row.error or row.status))
+    return case
+
+
+def _case(defense: DefenseView, name: str) -> ET.Element:
+    return ET.Element("testcase", classname=words.plain(f"gradveil.{defense.spec}"), name=words.plain(name))
+
+
+def _rate(defense: DefenseView) -> str:
+    return words.rate_text(defense.identified)
+
+
+def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
+    names = ("tests", "failures", "errors", "skipped")
+    totals = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in names}
+    return totals | {"time": f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}"}
+
+
+def github_annotations(summary: Mapping[str, Any], failures: Failures) -> Iterator[str]:
+    """Workflow commands: an error for each condition that holds, a warning for each other leak and each caveat."""
+    view = SummaryView.read(summary)
+    for defense in view.defenses:
+        for text, failing in failures.items():
+            if defense.spec in failing:
+                yield _annotation("error", f"{defense.spec}: {text}", words.verdict_sentence(defense))
+    failed = {spec for failing in failures.values() for spec in failing}
+    for defense in view.defenses:
+        # That undefended updates leak is what an audit expects.
+        if defense.verdict == LEAKS and not defense.control and defense.spec not in failed:
+            yield _annotation("warning", f"{defense.spec} leaks", words.verdict_sentence(defense))
+    for caveat in words.caveats(view):
+        yield _annotation("warning", "Gradveil", caveat)
+    for defense in view.defenses:
+        for warning in defense.warnings:
+            yield _annotation("warning", defense.spec, warning)
+
+
+def _annotation(level: str, title: str, message: str) -> str:
+    """Both parts are data to the runner: what would end them is escaped, in the order that the runner undoes it."""
+    text = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    head = title.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A").replace(":", "%3A").replace(",", "%2C")
+    return f"::{level} title={words.plain(head)}::{words.plain(text)}"

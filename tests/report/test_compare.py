@@ -1,0 +1,154 @@
+"""Two runs compared: which differences are called clear, which noise, and which runs are not compared at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gradveil.errors import UserError
+from gradveil.report import compare as module
+from gradveil.report.compare import Change, DefenseChange, compare, write_comparison
+
+LEAKY = {"none": 1.0, "precode": 0.9}
+TIGHT = {"none": 1.0, "precode": 0.0}
+
+
+def named(defenses: list[DefenseChange], spec: str) -> DefenseChange:
+    return next(d for d in defenses if d.spec == spec)
+
+
+def readings(defense: DefenseChange) -> dict[str, str]:
+    return {c.metric: c.reading for c in defense.rows[0].changes}
+
+
+def test_a_run_and_itself_are_the_same(run: Callable[..., Path]) -> None:
+    folder = run(victims=6)
+    found = compare(folder, folder)
+    assert found.paired and found.headline.startswith("No verdict changed")
+    assert {c.reading for d in found.defenses for row in d.rows for c in row.changes} == {"the same"}
+
+
+def test_a_defense_that_got_better_is_told_with_its_numbers(run: Callable[..., Path]) -> None:
+    a, b = run(leak=LEAKY, victims=8), run(leak=TIGHT, victims=8)
+    found = compare(a, b)
+    changed = named(found.defenses, "precode")
+    assert found.paired and changed.verdict == "leaks → no leak shown"
+    assert readings(changed) == {"psnr": "leaks less", "ssim": "leaks less", "identified": "leaks less"}
+    assert set(readings(named(found.defenses, "none")).values()) <= {"the same", "within noise"}
+    cells = [json.loads(next((f / "cells").glob("cell-01-00.json")).read_text()) for f in (a, b)]
+    psnr = [[v["psnr"] for v in cell["victims"]] for cell in cells]
+    change = next(c for c in changed.rows[1].changes if c.metric == "psnr")
+    wanted = stats.ttest_rel(psnr[1], psnr[0]).confidence_interval(0.95)
+    assert change.before == pytest.approx(np.mean(psnr[0])) and change.after == pytest.approx(np.mean(psnr[1]))
+    assert (change.low, change.high) == pytest.approx((wanted.low, wanted.high))
+    assert "precode" in found.headline
+    assert named(compare(b, a).defenses, "precode").rows[0].changes[0].reading == "leaks more"
+
+
+def test_other_victims_are_two_groups(run: Callable[..., Path]) -> None:
+    a, b = run(victims=8, leak=LEAKY), run(victims=5, leak=TIGHT, case={"seed": 1})
+    found = compare(a, b)
+    assert not found.paired and found.victims == (8, 5)
+    assert any("seed" in note for note in found.notes) and any("victims" in note for note in found.notes)
+    cells = [json.loads((f / "cells" / "cell-01-00.json").read_text()) for f in (a, b)]
+    psnr = [[v["psnr"] for v in cell["victims"]] for cell in cells]
+    wanted = stats.ttest_ind(psnr[1], psnr[0], equal_var=False).confidence_interval(0.95)
+    change = named(found.defenses, "precode").rows[1].changes[0]
+    assert (change.low, change.high) == pytest.approx((wanted.low, wanted.high))
+
+
+def test_more_victims_in_one_run_are_paired_by_the_first(run: Callable[..., Path]) -> None:
+    found = compare(run(victims=6), run(victims=4))
+    assert found.paired and found.defenses[0].rows[1].changes[0].victims == 4
+
+
+def test_images_of_a_batch_count_as_one(run: Callable[..., Path]) -> None:
+    found = compare(run(victims=3, batch=4, leak=LEAKY), run(victims=3, batch=4, leak=TIGHT))
+    assert {c.victims for c in named(found.defenses, "precode").rows[1].changes} == {3}
+
+
+def test_one_victim_is_too_few(run: Callable[..., Path]) -> None:
+    found = compare(run(victims=1, leak=LEAKY), run(victims=1, leak=TIGHT))
+    assert set(readings(named(found.defenses, "precode")).values()) == {"too few victims to tell"}
+
+
+def test_other_cases_are_refused_by_name_unless_allowed(run: Callable[..., Path]) -> None:
+    a, b = run(), run(case={"knowledge": "paper", "batch_size": 4})
+    with pytest.raises(UserError, match="batch_size .* knowledge .realistic and paper") as error:
+        compare(a, b)
+    assert "--across knowledge" in str(error.value)
+    with pytest.raises(UserError, match="knowledge") as error:
+        compare(a, b, across=["batch_size"])
+    assert "batch_size (" not in str(error.value)
+    found = compare(a, b, across=["batch_size", "knowledge"])
+    assert not found.paired and len(found.notes) == 2
+    with pytest.raises(UserError, match="no term"):
+        compare(a, b, across=["colour"])
+
+
+def test_other_content_under_the_same_name_is_refused(run: Callable[..., Path]) -> None:
+    a, b = run(), run()
+    for folder, digest in ((a, "1" * 64), (b, "2" * 64)):
+        file = folder / "environment.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "data_sha256": digest}))
+    with pytest.raises(UserError, match="data's content"):
+        compare(a, b)
+
+
+def test_what_is_in_one_run_only_is_said(run: Callable[..., Path]) -> None:
+    a = run(leak={"none": 1.0, "clip": 0.5}, strength={"ig": 1.0, "dlg": 0.4})
+    b = run(leak={"none": 1.0, "prune": 0.5}, strength={"ig": 1.0})
+    found = compare(a, b)
+    assert [d.spec for d in found.defenses] == ["none"] and [r.attack for r in found.defenses[0].rows][1:] == ["ig"]
+    assert any("clip" in n for n in found.notes) and any("prune" in n for n in found.notes)
+    assert "dlg" in found.defenses[0].notes[0]
+
+
+def test_the_page_is_text_and_fetches_nothing(run: Callable[..., Path], tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    a, b = run(leak={"none": 1.0, hostile: 0.9}), run(leak={"none": 1.0, hostile: 0.0})
+    page = write_comparison(compare(a, b), tmp_path / "deep" / "page.html").read_text()
+    assert "<img" not in page and "&lt;img" in page and "leaks less" in page
+    assert "http:" not in page and "https:" not in page and "<script" not in page
+    with pytest.raises(UserError, match="is a folder"):
+        write_comparison(compare(a, b), tmp_path)
+
+
+@pytest.mark.parametrize("n", [8, 30])
+def test_intervals_of_shares_hold_what_they_promise(n: int) -> None:
+    """They cover the truth about 95 times in a hundred, also for few victims and shares near one."""
+    rng = np.random.default_rng(0)
+    for p, q in ((0.5, 0.5), (0.9, 0.4), (0.95, 0.95)):
+        paired = two = 0
+        for _ in range(600):
+            a, b = (rng.random(n) < p).astype(float), (rng.random(n) < q).astype(float)
+            low, high = module.two_shares(a, b)
+            two += low <= q - p <= high
+            low, high = module.paired_shares(b - a)
+            paired += low <= q - p <= high
+        assert paired >= 0.92 * 600 and two >= 0.92 * 600
+
+
+@pytest.mark.parametrize(
+    ("change", "reading"),
+    [
+        (Change("psnr", 10.0, 12.0, 0.5, 3.5, 8), "leaks more"),
+        (Change("psnr", 10.0, 9.0, -2.5, 0.5, 8), "within noise"),
+        (Change("ssim", None, 0.2), "not measured in both"),
+        (Change("accuracy", 0.9, 0.8), "one training each, no interval"),
+    ],
+)
+def test_readings(change: Change, reading: str) -> None:
+    assert change.reading == reading
+
+
+def test_differences_carry_their_sign() -> None:
+    texts: dict[str, Any] = {"psnr": Change("psnr", 10, 12.04, 0.5, 3.5, 8).texts}
+    assert texts["psnr"] == ("10.0", "12.0", "+2.0 (+0.5 to +3.5)")
+    assert Change("identified", 1.0, 0.5, -0.8, 0.0, 8).texts == ("100.0%", "50.0%", "−50.0 (−80.0 to 0.0)")
