@@ -1,0 +1,153 @@
+"""Against any defense that can be run: match what it would make of our image, in expectation over its draws.
+
+At every step the candidate images go through the adversary's own copy of the defense — data, batch, gradient and update
+stage — several times with fresh draws, and the mean of what comes out is compared with what was sent (expectation over
+transformation, Athalye et al. 2018). A gradient is taken through the update stage where it has one; where rounding,
+sorting or a search has cut it, and through stages that see images, straight through: forward as the defense acts,
+backward as if it did nothing. What costs many rounds a step is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.generative.rehearsal import cost_of_round, defense_of
+from gradveil.attacks.matching.distances import Cosine, Distance
+from gradveil.attacks.matching.engine import Match, Problem, choose, solve
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.registry import attack
+from gradveil.client import Client
+from gradveil.defenses.base import Step
+from gradveil.defenses.update.none import Nothing
+from gradveil.errors import UserError
+from gradveil.settings import settings
+from gradveil.types import Batch, Observation, Tensors, generator
+
+DEAR = 20.0  # rounds of an undefended client that one round of the defense may cost
+
+
+@attack("expectation")
+@settings
+class Expectation(Attack):
+    """Match the mean defended update over fresh draws of the defense."""
+
+    draws: int = Field(default=2, ge=1)  # a step; one where the defense draws nothing
+    steps: int = Field(default=1_000, ge=1)
+    tv: float = Field(default=1e-2, ge=0)  # strong, as under noise
+
+    def applies(self, observation: Observation) -> str | None:
+        defense = observation.knowledge.defense
+        if defense is None or not set(defense.stages) - {"model"}:
+            return "the defense changes nothing that could be rehearsed"
+        if observation.knowledge.training.kind != "gradient":
+            return "it follows one gradient, not a local training"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        client = _client(target)
+        _affordable(target, client)
+        draws = self.draws if client.defense.random else 1
+        match = Match(
+            Cosine(), (TV(self.tv),), Adam(0.1, signed=True), steps_for(target, self.steps, least=2), box=True
+        )
+        problem = _Defended(target, match, client, draws)
+        return choose(target, problem, solve(target, match, problem=problem))
+
+
+def _client(target: Target, *, undefended: bool = False) -> Client:
+    first, known = target.first, target.knowledge.public
+    own = (
+        known
+        if known is not None and len(known)
+        else Batch(torch.full((1, *first.input_shape), 0.5), torch.zeros(1).long())
+    )
+    return Client(
+        first.model,
+        Nothing() if undefended else defense_of(target),
+        target.training,
+        state=target.state,
+        private=own,
+        public=known,
+        num_classes=first.num_classes,
+        mean=first.mean,
+        std=first.std,
+    )
+
+
+def _affordable(target: Target, client: Client) -> None:
+    images = torch.rand(target.shape[1:], generator=generator("expectation"))
+    batch = Batch(images, target.labels[0] if target.labels.ndim == 2 else target.labels[0].argmax(-1))
+    ratio = cost_of_round(client, target.state, batch) / cost_of_round(
+        _client(target, undefended=True), target.state, batch
+    )
+    if ratio > DEAR:
+        raise UserError(
+            f"attack 'expectation' does not apply: one round of the defense costs as much as {ratio:.0f} without it."
+        )
+
+
+class _Defended(Problem):
+    """The match, with the defense between the candidate and its update."""
+
+    def __init__(self, target: Target, match: Match, client: Client, draws: int):
+        super().__init__(target, match.distance, match.priors)
+        self.client, self.draws, self.calls = client, draws, 0
+
+    def mismatch(
+        self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
+    ) -> Tensor:
+        picked = torch.arange(len(x)) if rows is None else rows
+        self.calls += 1
+        total = torch.zeros(len(x))
+        for i, state in enumerate(self.states):
+            means = [self._expected(x[k], int(row), state, i) for k, row in enumerate(picked)]
+            found = {n: torch.stack([m[n] for m in means]) for n in means[0]}
+            total = total + self.compare(found, rows, i, distance)
+        return total / len(self.states)
+
+    def _expected(self, x: Tensor, row: int, state: Tensors, sighting: int) -> Tensors:
+        drawn = [self._draw(x, row, state, (self.calls, sighting, d)) for d in range(self.draws)]
+        return {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
+
+    def _draw(self, x: Tensor, row: int, state: Tensors, key: tuple[int, ...]) -> Tensors:
+        """One defended update of one victim's candidate images. All victims see the same draws."""
+        client, rng = self.client, generator("expectation", *key)
+        defense, y = client.defense, self.labels[row]
+        with torch.no_grad():
+            shown = Batch(self.target.denormalize(x.detach()).clamp(0, 1), y)
+            step = Step(client.model, state, shown, client.mean, client.std, client.num_classes, rng, client.memory)
+            step.batch = defense.batch(defense.data(shown, step), step)
+            step.noise = client.model.draw_noise(len(step.batch), rng)
+        fed, same = step.normalize(step.batch.x), len(step.batch) == len(x)
+        image = x + (fed - self.target.normalize(shown.x)).detach() if same else x
+        plain = client.model.gradients(state, image[None], step.batch.y[None] if same else y[None], _rows(step.noise))
+        plain = {n: t[0] for n, t in plain.items()}
+        with torch.no_grad():
+            changed = defense.gradient({n: t.detach() for n, t in plain.items()}, step)
+        after = {n: t + (changed[n] - t).detach() for n, t in plain.items()}
+        return _through(after, defense.update(after, step))
+
+
+def _rows(noise: Tensors) -> Tensors:
+    return {n: t[None] for n, t in noise.items()}
+
+
+def _through(before: Tensors, after: Tensors) -> Tensors:
+    """Each tensor with a gradient: its own where the stage left one, else straight through."""
+    kept = {}
+    for name, t in after.items():
+        ours = before[name]
+        kept[name] = t if not ours.requires_grad or _has_slope(t, ours) else ours + (t - ours).detach()
+    return kept
+
+
+def _has_slope(after: Tensor, before: Tensor) -> bool:
+    if not after.requires_grad:
+        return False
+    (slope,) = torch.autograd.grad(after.sum(), before, retain_graph=True, allow_unused=True)
+    return slope is not None and bool(slope.any())

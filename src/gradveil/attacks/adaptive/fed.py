@@ -1,0 +1,147 @@
+"""What entered the network, whatever a defense made of the private images before: the first half of most counters.
+
+What defenses feed is no natural picture and its labels may be soft, so neither priors nor labels are of help. For one
+image behind one gradient neither is needed: a fully connected layer gives away its exact input and the exact signal at
+it (see `matching/head.py`), and together with the gradients of the layers before they fix the image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.analytic.linear import Linear
+from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.labels import classifier_gradients, infer_labels
+from gradveil.attacks.matching.distances import RelativeL2
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
+from gradveil.attacks.matching.optimizers import LBFGS
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.starts import Start
+from gradveil.attacks.matching.swift import Swift
+from gradveil.types import Observation
+
+LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
+CONVERGED = 1e-2  # residual (share of the update's size) above which the portfolio tries too
+
+
+def defense_part(observation: Observation, name: str) -> Any:
+    """The settings of one defense of the chain that the victim uses, or None."""
+    parts = getattr(observation.knowledge.defense, "parts", ())
+    return next((p for p in parts if getattr(p, "name", "") == name), None)
+
+
+@dataclass
+class Fed:
+    """Every sighting of every victim, sighting by sighting: images N·S × B × C × H × W as the network takes them."""
+
+    target: Target  # one sighting each
+    x: Tensor
+    score: Tensor
+    iterations: int
+    victim: Tensor  # whose each row is
+    sighting: Tensor  # and which of its sightings
+
+    @property
+    def pixels(self) -> Tensor:
+        return self.target.denormalize(self.x)
+
+    def by_victim(self, rows: Tensor) -> Tensor:
+        """Rows as victims × sightings."""
+        return rows.unflatten(0, (int(self.sighting.max()) + 1, -1)).transpose(0, 1)
+
+
+def recover(target: Target) -> Fed:
+    """The images that were fed, each sighting by itself; of batches the first, since labels are granted for no other."""
+    count = target.sightings if target.shape[1] == 1 else 1
+    parts = [sighting(target, i) for i in range(count)]
+    found = [one_image(part) for part in _joined(parts)]
+    target = Target(
+        [o for part in parts for o in part.observations],
+        torch.cat([part.labels for part in parts]),
+        *(target.rng, target.budget, target.progress, target.memory),
+    )
+    victims = len(parts[0].observations)
+    return Fed(
+        target,
+        torch.cat([a.x for a in found]),
+        torch.cat([a.score for a in found]),
+        max(a.iterations for a in found),
+        torch.arange(victims).repeat(count),
+        torch.arange(count).repeat_interleave(victims),
+    )
+
+
+def one_image(target: Target) -> Answer:
+    """The fed images behind single sightings: closed forms where they apply, then features and signal, else `swift`."""
+    if Linear().applies(target.first) is None:
+        return Linear().run(target)
+    head = reduce_to_head(target)
+    if head is None:
+        return Swift().reconstruct(target)
+    x, used = Start(scale=0.1).draw(head.target, 1, target.rng), 0
+    for weight, steps in LADDER:
+        match = Match(RelativeL2(), (FeatureMatch(head.features), TV(weight, "smoothed")), LBFGS(history=30), steps)
+        solution = solve(head.target, match, start=x)
+        x, used = solution.x, used + solution.iterations
+    score = _residual(head.target, x)
+    rows = (score > CONVERGED).nonzero().flatten()
+    if len(rows):  # kinks: L-BFGS stops at them, the portfolio's signed Adam does not
+        again = Swift().reconstruct(head.target.subset(rows.tolist()))
+        better = again.score < score[rows]
+        x[rows[better]], score[rows[better]] = again.x[better], again.score[better]
+        used += again.iterations
+    return Answer(x, score, iterations=used)
+
+
+def soft_labels(fed: Fed) -> Tensor | None:
+    """The labels that single images were trained with: the network's belief minus the classifier's bias gradient."""
+    given = fed.target.labels
+    if given.ndim == 3:
+        return given
+    signals = [s for o in fed.target.observations if (s := classifier_gradients(o)[1]) is not None]
+    if given.shape[1] > 1 or len(signals) < len(fed.x):
+        return None
+    rows = []
+    for observation, x, signal in zip(fed.target.observations, fed.x, signals, strict=True):
+        noise = observation.model.draw_noise(1, torch.Generator().manual_seed(0))
+        belief = observation.model(observation.state, x, noise).softmax(-1)
+        rows.append((belief - signal).clamp(0, 1))
+    return torch.stack(rows)
+
+
+def sighting(target: Target, place: int) -> Target:
+    """The victims as if only this sighting had been seen; labels are granted for the first one alone."""
+    if place == 0 and (target.sightings == 1 or target.shape[1] > 1):
+        return target
+    observations = []
+    for o in target.observations:
+        knowledge = o.knowledge if place == 0 else replace(o.knowledge, labels=None, secrets=_secrets(o, place))
+        observations.append(replace(o, seen=(o.seen[place],), knowledge=knowledge))
+    hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+    labels = hard if place == 0 else torch.stack([infer_labels(o) for o in observations])
+    return Target(observations, labels, target.rng, target.budget, target.progress, target.memory)
+
+
+def _secrets(observation: Observation, place: int) -> dict[str, Tensor]:
+    """Of later sightings the secrets are named `name@place`."""
+    mark = f"@{place}"
+    return {n.removesuffix(mark): t for n, t in observation.knowledge.secrets.items() if n.endswith(mark)}
+
+
+def _joined(parts: list[Target]) -> list[Target]:
+    """Sightings of one state as one target: they are computed together."""
+    first = parts[0]
+    if len(parts) == 1 or any(p.state is not first.state for p in parts):
+        return parts
+    rows = [o for part in parts for o in part.observations]
+    return [Target(rows, torch.cat([p.labels for p in parts]), first.rng, first.budget, first.progress, first.memory)]
+
+
+def _residual(target: Target, x: Tensor) -> Tensor:
+    found = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
+    return torch.nan_to_num(found, nan=float("inf"))

@@ -1,0 +1,161 @@
+"""GGL (Li et al. 2022): the search stays among images that a generative network can make, so that little has to be known.
+
+1. A generator is trained on public images (`gan`), once; it may know classes.
+2. What the defense did is read off the update: entries or columns that are exactly zero do not count on either side;
+   the cosine makes a clipping bound irrelevant. Where the first linear layer's gradients are those of one image, its exact
+   input and the signal behind it replace all later layers, random ones included.
+3. The latent numbers are sought whose image would have sent this update, plus λ·R(z): the best of many draws go on, by
+   Adam or, without any gradient of the match, by CMA-ES. R is the KL divergence of their mean and variance from N(0, 1),
+   or (‖z‖² − dim)² / dim² in the paper's alternative. The mismatch decides among the restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.generative.gan import LATENT, Generator, generator_for
+from gradveil.attacks.generative.rehearsal import fits, public_batch
+from gradveil.attacks.matching.distances import Cosine
+from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.registry import attack
+from gradveil.errors import UserError
+from gradveil.settings import settings
+from gradveil.types import Observation
+
+SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
+ROWS = 512  # evaluated at a time
+
+
+@attack("ggl", needs={"public"})
+@settings
+class GGL(Attack):
+    """Match the update of generated images, over the generator's input."""
+
+    optimizer: Literal["adam", "cma"] = "adam"  # CMA-ES needs the package cma
+    conditional: bool = False  # a generator that knows classes; public and private ones must then be the same
+    regularizer: Literal["kl", "norm"] = "kl"
+    weight: float = Field(default=1e-2, ge=0)  # of the regulariser; the paper's code: 1e-4 for the cosine, 0.1 for L2
+    steps: int = Field(default=600, ge=1)  # of Adam, or generations of CMA-ES / 2; scaled by the budget
+    lr: float = Field(default=0.1, gt=0)  # the paper's code
+    draws: int = Field(default=64, ge=1)  # random latents from which the search begins …
+    restarts: int = Field(default=4, ge=1)  # … with so many of the best
+
+    def applies(self, observation: Observation) -> str | None:
+        return fits(observation)
+
+    def run(self, target: Target) -> Answer:
+        public = public_batch(target)
+        known = target.first.num_classes if self.conditional else 0
+        network = generator_for(public, known, getattr(target, "cache", None), target.progress)
+        search = _Search(target, network, self)
+        start = search.begin(self.draws, 1 if self.optimizer == "cma" else self.restarts)
+        # A generator of few images has little to search.
+        steps = min(steps_for(target, self.steps, least=2), max(20, len(public)))
+        z, residual = self._cma(search, start, steps) if self.optimizer == "cma" else self._adam(search, start, steps)
+        return Answer(search.images(z, search.victims), residual, search.hard, iterations=steps)
+
+    def _adam(self, search: _Search, z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        rows = search.victims.repeat_interleave(self.restarts)
+        step = Adam(self.lr).stepper(z)
+        best, lowest = z.clone(), torch.full((len(z),), math.inf)
+        for i in range(steps):
+            z = z.detach().requires_grad_()
+            with torch.enable_grad():
+                value = search(z, rows)
+                (slope,) = torch.autograd.grad(value.sum(), z)
+            better = value.detach() < lowest
+            best = torch.where(better.view(-1, 1, 1), z.detach(), best)
+            lowest = torch.where(better, value.detach(), lowest)
+            decay = 0.1 ** sum(i >= int(steps / part) for part in (2.667, 1.6, 1.142))
+            z = z.detach() + step(torch.nan_to_num(slope), decay)
+            search.tick(i, steps)
+        residual = search.mismatch(best, rows).view(-1, self.restarts)
+        pick = torch.nan_to_num(residual, nan=math.inf).argmin(1)
+        return best[pick + torch.arange(len(pick)) * self.restarts], residual.gather(1, pick[:, None]).squeeze(1)
+
+    def _cma(self, search: _Search, z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """One evolution a victim, all evaluated together."""
+        try:
+            import cma
+        except ImportError:
+            raise UserError("ggl:optimizer=cma needs the package cma: pip install 'gradveil[gradfree]'.") from None
+        size, shape = len(z), z.shape[1:]
+        streams = np.random.default_rng(int(torch.randint(2**31, (1,), generator=search.target.rng)))
+        options = {"verbose": -9, "seed": math.nan, "randn": lambda n, d: streams.standard_normal((n, d))}
+        evolutions = [cma.CMAEvolutionStrategy(row.flatten().double().numpy(), 0.5, options) for row in z]
+        for i in range(max(1, steps // 2)):
+            asked = [e.ask() for e in evolutions]
+            rows = search.victims.repeat_interleave(len(asked[0]))
+            trial = torch.tensor(np.concatenate([np.stack(a) for a in asked])).float().view(-1, *shape)
+            values = torch.nan_to_num(search.evaluated(trial, rows), nan=1e6).view(size, -1).double().numpy()
+            for evolution, points, value in zip(evolutions, asked, values, strict=True):
+                evolution.tell(points, value.tolist())
+            search.tick(i, steps // 2)
+        found = np.stack([e.result.xbest if e.result.xbest is not None else e.mean for e in evolutions])
+        z = torch.tensor(found).float().view(-1, *shape)
+        return z, search.mismatch(z, search.victims)
+
+
+class _Search:
+    """The objective over latents, for victims as they are or reduced to the layers before their first linear one."""
+
+    def __init__(self, target: Target, network: Generator, how: GGL):
+        self.target, self.network, self.how = target, network, how
+        self.hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+        self.victims = torch.arange(target.shape[0])
+        head = reduce_to_head(target)
+        inner = head.target if head else target
+        # Columns that a defense has zeroed look like features of zero, so where there are many of these none is believed.
+        whole = head is not None and float((head.features == 0).float().mean()) < SPARSE
+        priors = (FeatureMatch(head.features),) if head and whole else ()
+        self.problem = Problem(inner, Cosine(), priors, weights=_counted(inner))
+
+    def images(self, z: Tensor, rows: Tensor) -> Tensor:
+        made = self.network(z.flatten(0, 1), self.hard[rows].flatten())
+        return self.target.normalize(made.unflatten(0, z.shape[:2]))
+
+    def __call__(self, z: Tensor, rows: Tensor) -> Tensor:
+        return self.problem.value(self.images(z, rows), rows) + self.how.weight * self.regularizer(z)
+
+    def regularizer(self, z: Tensor) -> Tensor:
+        if self.how.regularizer == "norm":
+            return (((z**2).mean(-1) - 1) ** 2).sum(-1)
+        mean, variance = z.mean(-1), z.var(-1, unbiased=False).clamp_min(1e-8)
+        return (-0.5 * (1 + variance.log() - mean**2 - variance)).sum(-1)
+
+    def evaluated(self, z: Tensor, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self(a, b) for a, b in zip(z.split(ROWS), rows.split(ROWS), strict=True)])
+
+    def mismatch(self, z: Tensor, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.problem.value(self.images(z, rows), rows)
+
+    def begin(self, draws: int, kept: int) -> Tensor:
+        """Of random latents, the same for every victim, those that fit it best: victims · kept × B × dim."""
+        size = self.target.shape[1]
+        one = torch.randn(max(draws, kept), size, LATENT, generator=self.target.rng)
+        every = one.repeat(len(self.victims), 1, 1)
+        value = torch.nan_to_num(self.evaluated(every, self.victims.repeat_interleave(len(one))), nan=math.inf)
+        pick = value.view(len(self.victims), -1).topk(kept, largest=False).indices
+        return one[pick].flatten(0, 1)
+
+    def tick(self, done: int, steps: int) -> None:
+        if self.target.progress and done % 10 == 0:
+            self.target.progress(done, steps)
+
+
+def _counted(target: Target) -> dict[str, Any]:
+    """Of tensors that were thinned out, only what was sent counts."""
+    masks = {name: (t != 0).to(t) for name, t in target.updates().items()}
+    return {name: mask for name, mask in masks.items() if float(mask.mean()) < 1 - SPARSE}

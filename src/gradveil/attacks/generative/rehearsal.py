@@ -1,0 +1,124 @@
+"""The adversary as a client: its own copy of the defense, run on public images, so that it knows what updates come of which.
+
+Nothing about the defense is assumed but that it can be run, so a user's own class serves as well as a published one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gradveil.attacks.base import Target
+from gradveil.client import Client
+from gradveil.defenses.base import Defense
+from gradveil.defenses.update.none import Nothing
+from gradveil.types import Batch, Observation, Tensors, generator
+
+ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all rehearsals, about a nanosecond each
+CALL = 2e4  # what calling an operation costs, however small its tensors
+MOST = {"quick": 2_000, "standard": 3_000, "thorough": 6_000}  # images
+ENOUGH = 100  # rehearsals below which the undefended client is rehearsed in place of the defended one
+
+
+@dataclass
+class Rehearsal:
+    """Updates of public batches (rows first), the images and labels behind them, and whether they were defended."""
+
+    updates: Tensors
+    x: Tensor  # rounds × B × C × H × W, pixels
+    y: Tensor  # rounds × B
+    defended: bool
+
+
+def fits(observation: Observation) -> str | None:
+    """Why public images cannot stand in for private ones, or None if they can."""
+    public = observation.knowledge.public
+    if public is None or tuple(public.x.shape[1:]) != tuple(observation.input_shape):
+        return "the public images are not of the kind that the network takes"
+    needed = max(8, 2 * observation.knowledge.batch_size)
+    return None if len(public) >= needed else f"it needs at least {needed} public images"
+
+
+def public_batch(target: Target) -> Batch:
+    """The public images in an order of our own; labels of a borrowed set that the model does not know are spread evenly."""
+    public = target.knowledge.public
+    assert public is not None
+    order = torch.randperm(len(public), generator=generator("rehearsal"))
+    x, y = public.x[order], public.hard_labels[order]
+    if int(y.max()) >= target.first.num_classes:
+        y = torch.arange(len(x)) % target.first.num_classes
+    return Batch(x, y)
+
+
+def copy_of_client(target: Target, public: Batch, defense: Defense | None = None) -> Client:
+    """A client that holds the public images and defends them as the victims do, with draws of its own."""
+    first = target.first
+    return Client(
+        first.model,
+        defense or defense_of(target),
+        target.training,
+        state=target.state,
+        private=public,
+        public=public,
+        num_classes=first.num_classes,
+        mean=first.mean,
+        std=first.std,
+        seed=generator("rehearsal", "client").initial_seed() % 2**31,
+    )
+
+
+def defense_of(target: Target) -> Defense:
+    found: Any = target.knowledge.defense
+    return found if isinstance(found, Defense) else Nothing()
+
+
+class _Work(TorchDispatchMode):
+    """Counts what is computed inside: calls, numbers written, multiply-adds."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += CALL + sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+        flops = flop_registry.get(func._overloadpacket)
+        self.total += flops(*args, **(kwargs or {}), out_val=out) / 2 if flops else 0
+        return out
+
+
+def cost_of_round(client: Client, state: Tensors, batch: Batch) -> float:
+    """The work of one round. Counted, not timed: how much is rehearsed must not depend on the machine's mood."""
+    with _Work() as counter:
+        client.round(state, batch, "cost")
+    return counter.total
+
+
+def rehearse(target: Target) -> Rehearsal:
+    """As many rounds on public batches as the budget allows."""
+    public, size = public_batch(target), target.knowledge.batch_size
+    client, defended = copy_of_client(target, public), True
+    rounds = min(len(public), MOST[target.budget]) // size
+    cost = cost_of_round(client, target.state, public[:size])
+    if rounds > ENOUGH > ALLOWANCE[target.budget] / cost:
+        client, defended = copy_of_client(target, public, Nothing()), False
+        cost = cost_of_round(client, target.state, public[:size])
+    rounds = max(4, min(rounds, int(ALLOWANCE[target.budget] / cost)))
+    sent: dict[str, list[Tensor]] = {}
+    for i in range(rounds):
+        update, _ = client.round(target.state, public[i * size : (i + 1) * size], i)
+        for name, tensor in update.tensors.items():
+            sent.setdefault(name, []).append(tensor)
+        if target.progress:
+            target.progress(i + 1, rounds)
+    used = public[: rounds * size]
+    return Rehearsal(
+        {name: torch.stack(rows) for name, rows in sent.items()},
+        used.x.unflatten(0, (rounds, size)),
+        used.y.unflatten(0, (rounds, size)),
+        defended,
+    )
