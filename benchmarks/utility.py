@@ -35,6 +35,10 @@ COSTLY = (*CRAFTING, "loda")  # one seed
 GOALS = {"dcs2": 3.0, "refiner": 5.0, "precode": 5.0}
 
 
+def _name(defense: str) -> str:
+    return defense.partition(":")[0]
+
+
 def one(job: dict[str, Any]) -> dict[str, Any]:
     """One federation, or what it left behind the last time."""
     import torch
@@ -85,13 +89,13 @@ def main() -> None:
         {
             **{"data": given.data, "model": given.model, "defense": defense, "rounds": given.rounds, "lr": given.lr},
             **{"images": given.images_per_client, "seed": seed, "work": str(given.work)},
-            "defended": 1 if defense in CRAFTING else "all",
+            "defended": 1 if _name(defense) in CRAFTING else "all",
         }
         for defense in dict.fromkeys(["none", *given.only])
-        for seed in range(1 if defense in COSTLY else given.seeds)
+        for seed in range(1 if _name(defense) in COSTLY else given.seeds)
     ]
     with ProcessPoolExecutor(given.workers) as pool:
-        rows = list(pool.map(one, sorted(jobs, key=lambda j: j["defense"] not in CRAFTING)))
+        rows = list(pool.map(one, sorted(jobs, key=lambda j: _name(j["defense"]) not in CRAFTING)))
     write(rows, given)
 
 
@@ -134,7 +138,7 @@ def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[str]:
         time = [clients_time(r) / clients_time(base[r["seed"]]) for r in mine]
         cosines = [[c for c in r["gradient_cosine"] if c is not None] for r in mine]
         seen = [c for c in cosines if c]
-        goal = GOALS.get(defense)
+        goal = GOALS.get(_name(defense))
         lines.append(
             f"| `{defense}` | {'1 of 10' if mine[0]['defended'] == 1 else 'all'} | {len(mine)} "
             f"| {spread([100 * r['acc_test'][-1] for r in mine])} | {spread([100 * r['acc_train'][-1] for r in mine])} "

@@ -32,9 +32,11 @@ def round_trip(policy: tuple[int, ...], crop: int = 0) -> tuple[torch.Tensor, to
 def test_every_function_is_undone(index: int) -> None:
     operation = FUNCTIONS[index].operation
     error, known = round_trip((index,))
+    assert known.min() >= 0.5
+    if operation == "solarize" and FUNCTIONS[index].magnitude < 255:
+        return  # two levels lead to one: nothing tells which it was
     limit = {**dict.fromkeys(EXACT, 0.02), **dict.fromkeys(CLOSE, 0.03)}.get(operation, 0.2)
     assert error.max() <= limit, (operation, error)
-    assert known.min() >= 0.5
 
 
 def test_crop_and_flip_are_undone() -> None:
