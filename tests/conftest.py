@@ -65,6 +65,7 @@ def _observe_victims(
     level: Level = "realistic",
     seed: int = 0,
     tampering: str | None = None,
+    updates: int = 1,
 ) -> Victims:
     found, method = _data(data), parse(defense)
     function, state = _network(found, model, defense if "model" in method.stages else "none", tampering, seed)
@@ -75,8 +76,10 @@ def _observe_victims(
     places = torch.randperm(len(found.private), generator=generator(seed, "victims")).split(batch_size)
     observations, traces = [], []
     for victim in range(victims):
-        update, trace = client.round(state, found.private[places[victim]], victim)
+        batch = found.private[places[victim]]
+        update, trace = client.round(state, batch, victim)
         seen = [Sighting(state, update)]
+        seen += [Sighting(state, client.round(state, batch, victim, u)[0]) for u in range(1, updates)]
         known = {"level": level, "training": training, "defense": method, "public": found.public, "trace": trace}
         observations.append(observe(function, seen, input_shape=found.input_shape, **shared, **known))
         traces.append(trace)

@@ -44,6 +44,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "batch": {"batch_size": 2},
     "delta": {"training": LocalTraining(epochs=2, lr=0.1)},
     "batch norm": {"model": NORM},
+    "random defense": {"defense": "gaussian:std=0.01"},
+    "seen twice": {"defense": "gaussian:std=0.01", "updates": 2},
 }
 
 

@@ -130,11 +130,11 @@ def similar(function: ModelFunction, spec: str, digits: Batch, cache: Path, batc
 def test_gradient_stays_useful_on_a_partly_trained_model(
     partly_trained: ModelFunction, digits: Batch, cache: Path
 ) -> None:
-    single = [digits[i : i + 1] for i in range(1100, 1106)]
-    assert similar(partly_trained, "refiner", digits, cache, single).mean() > 0.5
-    assert (
-        similar(partly_trained, "refiner:utility=printed", digits, cache, single[:2]).mean() < 0.4
-    )  # as printed it fails
+    # Not single digits: the gradient of one that the model knows well is next to nothing.
+    few = [digits[i : i + 4] for i in range(1100, 1116, 4)]
+    assert similar(partly_trained, "refiner", digits, cache, few).mean() > 0.5
+    # As printed it fails.
+    assert similar(partly_trained, "refiner:utility=printed", digits, cache, few[:2]).mean() < 0.4
 
 
 def test_gradient_of_a_batch_stays_useful(partly_trained: ModelFunction, digits: Batch, cache: Path) -> None:

@@ -61,9 +61,11 @@ def test_the_original_comes_back_where_the_draw_is_known(observe_often: Callable
 
 
 def test_the_draw_is_found_by_the_adversary_itself(observe_often: Callable, best_psnr: Callable) -> None:
+    """As far as it can be: a crop by a pixel more or less leaves a digit that is as likely."""
     seen, truth = observe_often("ats:policy=0-13", victims=3, seed=100)
+    plain = torch.stack([10 * -(t.fed.x - t.original.x).square().mean().log10() for t in truth])
     quality = best_psnr(parse("ats-policy")(seen, budget="quick"), truth)
-    assert quality.mean() >= 15, quality
+    assert quality.mean() >= plain.mean() + 5, (quality, plain)
 
 
 def test_in_early_rounds_what_was_fed_is_no_secret(observe_often: Callable) -> None:

