@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -20,9 +21,12 @@ DEFENSES = ["gaussian:std=3.0", "prune:ratio=0.9", "clip"]
 
 def start(digits: str, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     chosen = [w for d in DEFENSES for w in ("--defense", d)]
-    words = ["audit", "--data", digits, *chosen, "--attack", "ig:steps=600", "--victims", "2", "--workers", "1"]
+    words = ["audit", "--data", digits, *chosen, "--attack", "ig:steps=150", "--victims", "2", "--workers", "1"]
     command = [sys.executable, "-m", "gradveil", *words, "--out", str(folder)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    out = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen(command, env=environment, preexec_fn=listen, **out)  # noqa: PLW1509
 
 
 def stored(folder: Path) -> dict[str, tuple[int, int]]:
@@ -57,7 +61,7 @@ def test_a_killed_and_a_stopped_run_go_on_from_what_is_done(digits, tmp_path, co
     assert done.items() <= stored(folder).items()
     done = stored(folder)
 
-    case = Case(make_spec({"data": digits, "defenses": DEFENSES, "attacks": "ig:steps=600", "victims": 2}))
+    case = Case(make_spec({"data": digits, "defenses": DEFENSES, "attacks": "ig:steps=150", "victims": 2}))
     run_audit(case, folder, workers=0)
     assert done.items() <= stored(folder).items()
     run_audit(case, tmp_path / "other", workers=0)
