@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ClassVar, Literal, final
 
 import torch
@@ -34,6 +35,7 @@ class Target:
     budget: Budget = "standard"
     progress: Progress | None = None
     memory: int | None = None  # bytes that one batched computation may take
+    cache: Path | None = None  # a folder for what is trained once, such as a generator
     _stacked: dict[int, Tensors] = field(default_factory=dict)
 
     @property
@@ -78,12 +80,16 @@ class Target:
     def denormalize(self, x: Tensor) -> Tensor:
         return x * self.first.std.view(-1, 1, 1).to(x) + self.first.mean.view(-1, 1, 1).to(x)
 
+    def about(self, observations: list[Observation], labels: Tensor) -> Target:
+        """The same work on other observations."""
+        return replace(self, observations=observations, labels=labels, _stacked={})
+
     def subset(self, rows: Sequence[int], purpose: str = "") -> Target:
         """The same question about some of the victims; a `purpose` gets a random stream of its own, so that what is
         drawn for it does not depend on what was drawn before."""
         picked = [self.observations[i] for i in rows]
         rng = generator(self.rng.initial_seed(), purpose) if purpose else self.rng
-        return Target(picked, self.labels[list(rows)], rng, self.budget, self.progress, self.memory)
+        return replace(self.about(picked, self.labels[list(rows)]), rng=rng)
 
 
 @dataclass
@@ -131,6 +137,7 @@ class Attack:
         budget: Budget = "standard",
         progress: Progress | None = None,
         memory: int | None = None,
+        cache: Path | None = None,
     ) -> list[Reconstruction]:
         """One reconstruction per observation, in their order."""
         for observation in observations:
@@ -139,7 +146,7 @@ class Attack:
         for rows in _stacks(observations):
             picked = [observations[i] for i in rows]
             labels = torch.stack([_labels(o) for o in picked])
-            target = Target(picked, labels, generator(seed, self.name), budget, progress, memory)
+            target = Target(picked, labels, generator(seed, self.name), budget, progress, memory, cache)
             begun = time.perf_counter()
             with torch.no_grad():
                 answer = self.run(target)

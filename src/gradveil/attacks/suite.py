@@ -1,7 +1,8 @@
 """The standard suite: which attacks an audit tries, fixed by a version name so that its verdicts can be compared.
 
-Closed forms first, then `swift`, then the counters of the defense at hand; the published matching attacks from the budget
-`standard` on. Attacks are batched over victims, so every attack sees all of them.
+Closed forms first, then `swift`, then the counters of the defense at hand; the published matching attacks and the learned
+priors from the budget `standard` on. A defense, or a part of one, for which nobody has built a counter gets the counters
+that need no insight. Attacks are batched over victims, so every attack sees all of them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from gradveil.defenses.base import Defense
 VERSION = "standard-v1"
 
 CLOSED = ("linear", "rgap")
+LEARNED = ("inverter", "ggl")
 MATCHING = {
     "quick": ("swift",),
-    "standard": ("swift", "ig", "idlg", "gradinversion", "bayes"),
+    "standard": ("swift", "ig", "idlg", "gradinversion", "bayes", *LEARNED),
     "thorough": (
         *("swift", "ig", "dlg", "idlg", "cpl", "gradinversion", "bayes"),
         *("adam-cosine", "adam-l1", "adam-l2", "sgd-cosine", "lbfgs-cosine", "lbfgs-l2"),
+        *LEARNED,
     ),
 }
+GENERIC = ("layer-subsets", "expectation", "inverter")  # need only that the defense can be run
 
 
-def suite_attacks(defense: Defense, budget: Budget = "quick") -> list[str]:
-    """The suite for one defense: what everyone tries, and what its counters know."""
+def suite_attacks(defense: Defense, budget: Budget = "quick", updates: int = 1) -> list[str]:
+    """The suite for one defense: what everyone tries, what its counters know, what several updates of a batch add."""
     counters = [name for name in defense.counters if name in registry]
-    return list(dict.fromkeys([*CLOSED, *MATCHING[budget], *counters]))
+    generic = GENERIC if any(part.stages and not part.counters for part in defense.parts) else ()
+    repeated = ("repeats",) if updates > 1 and defense.random else ()
+    return list(dict.fromkeys([*CLOSED, *MATCHING[budget], *counters, *generic, *repeated]))

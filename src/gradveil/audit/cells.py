@@ -172,7 +172,13 @@ def _attack(work: Work) -> Result:
     observations, traces = _observations(work, function, state)
     for observation in observations:
         attack._check(observation)
-    found = attack(observations, seed=case.spec.seed, budget=case.spec.budget, progress=work.progress)
+    found = attack(
+        observations,
+        seed=case.spec.seed,
+        budget=case.spec.budget,
+        progress=work.progress,
+        cache=work.folder.cache,
+    )
     originals = [case.batch(v) for v in range(case.spec.victims)]
     # An answer that is not finite is scored as mid-grey and counted, not replaced by something presentable.
     images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in found]

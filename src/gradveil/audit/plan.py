@@ -90,15 +90,10 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
     names: list[str] = []
     for given in case.spec.attacks:
         if given == SUITE:
-            names += suite(defense, case.spec.budget)
+            names += suite_attacks(defense, case.spec.budget, case.spec.updates)
         else:
             names.append(written(given))
     return list(dict.fromkeys(names))
-
-
-def suite(defense: Defense, budget: str) -> list[str]:
-    """The standard attacks on a defense."""
-    return suite_attacks(defense, budget)  # type: ignore[arg-type]
 
 
 def suite_name(case: Case) -> str:

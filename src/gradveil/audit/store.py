@@ -118,8 +118,9 @@ class RunFolder:
 
     @property
     def cache(self) -> Path:
-        """For what a defense trains once and may use again."""
-        return self.path / "cache"
+        """For what is trained once and may be used again: of this run, or shared by all runs where GRADVEIL_CACHE says so."""
+        shared = os.environ.get("GRADVEIL_CACHE")
+        return Path(shared) if shared else self.path / "cache"
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 

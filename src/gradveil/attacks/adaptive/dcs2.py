@@ -64,7 +64,7 @@ class DCS2Joint(Attack):
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
         parts = 1 if not known.divide else 2 if known.lambda_g in (0, 1) else 3
-        doubled = Target(observations, torch.stack(labels), target.rng, target.budget, target.progress)
+        doubled = target.about(observations, torch.stack(labels))
         answer = Swift(adam_steps=0).reconstruct(doubled, lambda _: {"transform": _scale(2 / parts)})
         pick = answer.score.view(-1, each).argmin(1)
         rows = pick + torch.arange(len(pick)) * each

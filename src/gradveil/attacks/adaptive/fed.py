@@ -62,10 +62,8 @@ def recover(target: Target) -> Fed:
     count = target.sightings if target.shape[1] == 1 else 1
     parts = [sighting(target, i) for i in range(count)]
     found = [one_image(part) for part in _joined(parts)]
-    target = Target(
-        [o for part in parts for o in part.observations],
-        torch.cat([part.labels for part in parts]),
-        *(target.rng, target.budget, target.progress, target.memory),
+    target = target.about(
+        [o for part in parts for o in part.observations], torch.cat([part.labels for part in parts])
     )
     victims = len(parts[0].observations)
     return Fed(
@@ -136,7 +134,7 @@ def sighting(target: Target, place: int) -> Target:
         observations.append(replace(o, seen=(o.seen[place],), knowledge=knowledge))
     hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
     labels = hard if place == 0 else torch.stack([infer_labels(o) for o in observations])
-    return Target(observations, labels, target.rng, target.budget, target.progress, target.memory)
+    return target.about(observations, labels)
 
 
 def _secrets(observation: Observation, place: int) -> dict[str, Tensor]:
@@ -151,7 +149,7 @@ def _joined(parts: list[Target]) -> list[Target]:
     if len(parts) == 1 or any(p.state is not first.state for p in parts):
         return parts
     rows = [o for part in parts for o in part.observations]
-    return [Target(rows, torch.cat([p.labels for p in parts]), first.rng, first.budget, first.progress, first.memory)]
+    return [first.about(rows, torch.cat([p.labels for p in parts]))]
 
 
 def _residual(target: Target, x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def _expanded(target: Target, rows: Rows) -> tuple[Target, Callable[[Target], di
         return {"weights": {n: _stacked([m[n] for m in own]) for n in own[0]}}
 
     labels = target.labels[[place for place, _ in rows]]
-    return Target(twins, labels, target.rng, target.budget, target.progress, target.memory), options
+    return target.about(twins, labels), options
 
 
 def _best(rows: Rows, evidence: Tensor, victim: int, count: int) -> list[int]:

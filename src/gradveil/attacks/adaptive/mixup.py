@@ -142,22 +142,19 @@ def by_labels(fed: Fed, labels: Tensor) -> Mixture:
     columns: list[Tensor] = [means[c] for c in classes.flatten().tolist()]
     entries: list[tuple[int, int, float]] = []
     for row, label in enumerate(labels.flatten(0, 1)):
-        own = row % (victims * size)
-        left = 1.0
-        for c in [int(classes.flatten()[own]), *(label > PRESENT).nonzero().flatten().tolist()]:
-            amount = float(label[c])
-            if c != classes.flatten()[own] or left == 1.0:
-                place = own if left == 1.0 else len(columns)
-                if place == len(columns):
-                    columns.append(means[c])
-                entries.append((row, place, amount))
-                left -= amount
-        if left > PRESENT:  # parts that carry no label: public images
-            entries.append((row, len(columns), left))
-            columns.append(means[-1])
-    rows, places, amounts = zip(*entries, strict=True)
+        victim = row % (victims * size)
+        own = int(classes.flatten()[victim])
+        entries.append((row, victim, float(label[own])))
+        others = [c for c in (label > PRESENT).nonzero().flatten().tolist() if c != own]
+        amounts = [float(label[c]) for c in others]
+        rest = 1 - float(label[own]) - sum(amounts)
+        if rest > PRESENT:  # parts that carry no label: public images
+            others, amounts = [*others, -1], [*amounts, rest]
+        entries += [(row, len(columns) + i, amount) for i, amount in enumerate(amounts)]
+        columns += [means[c] for c in others]
+    rows, places, shares = zip(*entries, strict=True)
     mixing = torch.zeros(len(labels.flatten(0, 1)), len(columns))
-    mixing[list(rows), list(places)] = torch.tensor(amounts)
+    mixing[list(rows), list(places)] = torch.tensor(shares)
     return Mixture(mixing, torch.stack(columns), torch.arange(victims * size).view(victims, size))
 
 

@@ -39,9 +39,7 @@ class NoiseLikelihood(Attack):
         return None if noise_std(observation) is not None else "the defense adds no noise of known size"
 
     def run(self, target: Target) -> Answer:
-        averaged = Target(
-            [average(o) for o in target.observations], target.labels, target.rng, target.budget, target.progress
-        )
+        averaged = target.about([average(o) for o in target.observations], target.labels)
         each = len(WEIGHTS)
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
         steps = self.steps or steps_for(target, 1_500)

@@ -51,11 +51,7 @@ class RefinerPartial(Attack):
         return None if defense_part(observation, "refiner") is not None else "the defense is not refiner"
 
     def run(self, target: Target) -> Answer:
-        averaged = Target(
-            [average(o) for o in target.observations],
-            target.labels,
-            *(target.rng, target.budget, target.progress, target.memory),
-        )
+        averaged = target.about([average(o) for o in target.observations], target.labels)
         weight = self.tv or self._tried(averaged)
         x, residual, used = self._match(averaged, (weight,))
         return Answer(x[:, 0], residual[:, 0], iterations=used)

@@ -38,7 +38,7 @@ class Repeats(Attack):
         labels = (
             target.labels if target.knowledge.labels is not None else torch.stack([infer_labels(o) for o in merged])
         )
-        averaged = Target(merged, labels, target.rng, target.budget, target.progress, target.memory)
+        averaged = target.about(merged, labels)
         found = Swift().reconstruct(averaged)
         return replace(found, labels=labels if labels.ndim == 2 else labels.argmax(-1))
 

@@ -57,7 +57,7 @@ class GGL(Attack):
         public = public_batch(target)
         classes = target.first.num_classes
         known = classes if (_all_classes(target) and self.conditional is None) or self.conditional else 0
-        network = generator_for(public, known, getattr(target, "cache", None), target.progress)
+        network = generator_for(public, known, target.cache, target.progress)
         search = _Search(target, network, self)
         start = search.begin(self.draws, 1 if self.optimizer == "cma" else self.restarts)
         # A generator of few images has little to search.

@@ -144,7 +144,7 @@ def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
         knowledge = replace(o.knowledge, training=LocalTraining())
         seen = (Sighting(state, Update(sent, "gradient", 1)),)
         observations.append(replace(o, model=model, seen=seen, knowledge=knowledge))
-    reduced = Target(observations, signals[:, None], target.rng, target.budget, target.progress, target.memory)
+    reduced = target.about(observations, signals[:, None])
     return Head(reduced, features, layers[0])
 
 
