@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.labels.targets import infer_targets
 from gradveil.errors import UserError
 from gradveil.gradients import ModelFunction
 from gradveil.settings import spec_of
 from gradveil.types import Knowledge, LocalTraining, Observation, Reconstruction, Sighting, Tensors, generator
 
 Budget = Literal["quick", "standard", "thorough"]
+Targets = Literal["classes", "any", "unused"]
 Progress = Callable[[int, int], None]  # iterations done, iterations in all
 
 
@@ -109,6 +111,8 @@ class Attack:
     name: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()  # of: labels, public, secrets
     adaptive: ClassVar[bool] = False
+    # What it can do where targets are no class numbers: nothing; work with any the loss takes; do without them.
+    targets: ClassVar[Targets] = "classes"
 
     def applies(self, observation: Observation) -> str | None:
         """Why this attack cannot be tried here, or None if it can."""
@@ -145,7 +149,7 @@ class Attack:
         answers: dict[int, Reconstruction] = {}
         for rows in _stacks(observations):
             picked = [observations[i] for i in rows]
-            labels = torch.stack([_labels(o) for o in picked])
+            labels = torch.stack([self._labels(o) for o in picked])
             target = Target(picked, labels, generator(seed, self.name), budget, progress, memory, cache)
             begun = time.perf_counter()
             with torch.no_grad():
@@ -162,20 +166,32 @@ class Attack:
                 f"attack '{self.name}' needs {', '.join(missing)}, which knowledge "
                 f"'{observation.knowledge.level}' does not grant; try --knowledge upper-bound."
             )
-        reason = self.applies(observation)
+        reason = self.why_not(observation)
         if reason:
             raise UserError(f"attack '{self.name}' does not apply: {reason}.")
+
+    @final
+    def why_not(self, observation: Observation) -> str | None:
+        """Why this attack cannot be tried here: the loss, or what the attack itself says."""
+        if not observation.has_classes and self.targets == "classes":
+            return "it is built for class labels, and under this loss an image has a row of numbers"
+        return self.applies(observation)
+
+    def _labels(self, observation: Observation) -> Tensor:
+        given = observation.knowledge.labels
+        if given is not None:
+            return given
+        if observation.has_classes:
+            return infer_labels(observation)
+        if self.targets == "unused":
+            return torch.zeros(observation.knowledge.batch_size, observation.num_classes)
+        return infer_targets(observation)
 
 
 def _has(knowledge: Knowledge, need: str) -> bool:
     if need.startswith("secret:"):
         return need.removeprefix("secret:") in knowledge.secrets
     return getattr(knowledge, need) is not None
-
-
-def _labels(observation: Observation) -> Tensor:
-    given = observation.knowledge.labels
-    return given if given is not None else infer_labels(observation)
 
 
 def _stacks(observations: Sequence[Observation]) -> list[list[int]]:
@@ -196,7 +212,7 @@ def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) 
     labels = (answer.labels if answer.labels is not None else target.labels)[place]
     return Reconstruction(
         images=target.denormalize(x).clamp(0, 1),
-        labels=labels if labels.ndim == 1 else labels.argmax(-1),
+        labels=labels if labels.ndim == 1 or not target.first.has_classes else labels.argmax(-1),
         score=float(answer.score[place]),
         iterations=answer.iterations,
         seconds=seconds,

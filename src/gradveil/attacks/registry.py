@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, Targets
 from gradveil.errors import UserError
 from gradveil.settings import Registry
 
 registry: Registry[Attack] = Registry("attack", package="gradveil.attacks")
 
 
-def attack(name: str, *, needs: set[str] | None = None, adaptive: bool = False) -> Callable[[type], type]:
-    """Register an attack under `name`; `needs` names the knowledge without which it cannot run."""
-    return registry.register(name, needs=frozenset(needs or ()), adaptive=adaptive)
+def attack(
+    name: str, *, needs: set[str] | None = None, adaptive: bool = False, targets: Targets = "classes"
+) -> Callable[[type], type]:
+    """Register an attack under `name`; `needs` names the knowledge without which it cannot run, `targets` what it does
+    where targets are no class numbers (see `Attack.targets`)."""
+    return registry.register(name, needs=frozenset(needs or ()), adaptive=adaptive, targets=targets)
 
 
 def parse(text: str | Attack) -> Attack:

@@ -13,7 +13,7 @@ from gradveil.settings import settings
 from gradveil.types import Observation, Tensors
 
 
-@attack("clip-aware", adaptive=True)
+@attack("clip-aware", adaptive=True, targets="any")
 @settings
 class ClipAware(Attack):
     """Match after clipping our own update likewise; the bound is the norm of what was sent."""

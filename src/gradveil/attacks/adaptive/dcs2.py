@@ -2,13 +2,19 @@
 
 * `dcs2-joint` knows Eq. 10. Cross entropy is linear in its target, so λg·∇L(x_c, y_c) + (1 − λg)·∇L(x_c, y_s) is the
   gradient of x_c under the soft label λg·y_c + (1 − λg)·y_s: the update is twice the gradient of an ordinary batch of
-  sensitive and concealed images, and any matching attack on batches applies. The labels stand in the classifier's bias
-  gradient: y_s pulls with 2 − λg, y_c with λg. A few guesses of them run in one batch; the residual decides.
+  sensitive and concealed images.
+  1. The classifier's gradient tells the two apart exactly, labels and features (`dcs2_pair`).
+  2. Convolutions are undone in closed form, both images at once, as long as there are clearly more equations than
+     unknowns; that is a layer or two.
+  3. The sensitive image alone is sought by its features there: the concealed one, however wild, is out of the way.
+  Where 1 fails (the update was changed further), sensitive and concealed image are matched together, with a few guesses
+  of their labels in one batch: y_s pulls the classifier's bias with 2 − λg, y_c with λg. The residual decides.
 * `dcs2-average-start` is the paper's own (Table 4): Inverting Gradients from the class mean of public images.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +23,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.attacks.adaptive.dcs2_pair import Pair, separate
+from gradveil.attacks.analytic.rgap import RGAP, Layer, line
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.labels import classifier_gradients
-from gradveil.attacks.matching.distances import Cosine
-from gradveil.attacks.matching.engine import Match, match_and_choose
-from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.distances import Cosine, Nothing
+from gradveil.attacks.matching.engine import Match, Problem, match_and_choose, solve
+from gradveil.attacks.matching.head import FeatureMatch, cut_before, linear_layers
+from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
@@ -34,6 +43,10 @@ from gradveil.types import Observation, Tensors
 def _settings(observation: Observation) -> Any:
     parts = getattr(observation.knowledge.defense, "parts", ())
     return next((p for p in parts if getattr(p, "name", "") == "dcs2"), None)
+
+
+APART = 1e-3  # error of the classifier's equations below which the two images are told apart
+LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
 @attack("dcs2-joint", adaptive=True)
@@ -53,6 +66,24 @@ class DCS2Joint(Attack):
         return None
 
     def run(self, target: Target) -> Answer:
+        pairs = [_separated(o) for o in target.observations]
+        apart = [i for i, pair in enumerate(pairs) if pair.error < APART]
+        other = [i for i in range(len(pairs)) if i not in apart]
+        x = torch.zeros(target.shape)
+        score, labels, used = torch.zeros(len(pairs)), torch.zeros(len(pairs), 1).long(), 0
+        if apart:
+            chosen = [pairs[i] for i in apart]
+            found = _by_features(target.subset(apart), chosen)
+            x[apart], score[apart], used = found.x, found.score, found.iterations
+            labels[apart] = torch.tensor([[pair.labels[0]] for pair in chosen])
+        if other:
+            found = self._together(target.subset(other))
+            assert found.labels is not None
+            x[other], score[other], labels[other] = found.x, found.score, found.labels
+            used = max(used, found.iterations)
+        return Answer(x, score, labels, used)
+
+    def _together(self, target: Target) -> Answer:
         known = _settings(target.first)
         pairs = [self._pairs(o) for o in target.observations]
         each = len(pairs[0])
@@ -63,9 +94,8 @@ class DCS2Joint(Attack):
                 soft = known.lambda_g * hard[1] + (1 - known.lambda_g) * hard[0]
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
-        parts = 1 if not known.divide else 2 if known.lambda_g in (0, 1) else 3
         doubled = target.about(observations, torch.stack(labels))
-        answer = Swift(adam_steps=0).reconstruct(doubled, lambda _: {"transform": _scale(2 / parts)})
+        answer = Swift(adam_steps=0).reconstruct(doubled, lambda _: {"transform": _scale(2 / _parts(known))})
         pick = answer.score.view(-1, each).argmin(1)
         rows = pick + torch.arange(len(pick)) * each
         found = torch.tensor([[options[int(i)][0]] for options, i in zip(pairs, pick, strict=True)])
@@ -81,6 +111,51 @@ class DCS2Joint(Attack):
         others = [c for c in order if c != first]
         pairs = [(first, others[0]), (first, first), (first, others[1 % len(others)]), (others[0], first)]
         return pairs[: self.guesses]
+
+
+def _parts(known: Any) -> int:
+    """What the sum of Eq. 10 is divided by."""
+    return 1 if not known.divide else 2 if known.lambda_g in (0, 1) else 3
+
+
+def _separated(observation: Observation) -> Pair:
+    known, layer = _settings(observation), linear_layers(observation)[-1]
+    names = [f"{layer}.{part}" for part in ("weight", "bias")]
+    weight, bias = (observation.state[n] for n in names)
+    weight_sent, bias_sent = (observation.update.tensors[n] * _parts(known) for n in names)
+    return separate((weight_sent, bias_sent), (weight, bias), known.lambda_g)
+
+
+def _by_features(target: Target, pairs: list[Pair]) -> Answer:
+    """The sensitive images, from the deepest features that the closed form gives."""
+    scale = _parts(_settings(target.first))
+    layers = line(target.first)
+    layer = linear_layers(target.first)[-1]
+    weight = target.state[f"{layer}.weight"].double()
+    states = [(pair.features, pair.signals @ weight) for pair in pairs]
+    layers = layers[:-1] if layers and layers[-1].path == layer else []
+    while layers and _determined(target, layers[-1], 2):
+        step = layers.pop()
+        layer = step.path
+        undone = [RGAP().back(o, step, a, s / scale)[:2] for o, (a, s) in zip(target.observations, states, strict=True)]
+        states = [(a, s * scale) for a, s in undone]
+    features = torch.stack([a[:1] for a, _ in states]).float()
+    head = cut_before(target, layer, features, torch.zeros_like(features))
+    if head is None:  # the features are the image
+        return Answer(features.view(target.shape), torch.tensor([pair.error for pair in pairs]))
+    x, used = Start(scale=0.1).draw(target, 1, target.rng), 0
+    for tv, steps in LADDER:
+        match = Match(Nothing(), (FeatureMatch(head.features), TV(tv, "smoothed")), LBFGS(history=30), steps)
+        problem = Problem(head.target, match.distance, match.priors)
+        solution = solve(head.target, match, problem=problem, start=x)
+        x, used = solution.x, used + solution.iterations
+    return Answer(x, FeatureMatch(head.features)(x, problem, None), iterations=used)
+
+
+def _determined(target: Target, layer: Layer, images: int) -> bool:
+    """Whether the two sets of equations of a layer are clearly more than its unknown inputs."""
+    unknown = images * math.prod(layer.before)
+    return images * math.prod(layer.after) + target.state[f"{layer.path}.weight"].numel() > 1.5 * unknown
 
 
 def _scale(factor: float) -> Any:

@@ -62,9 +62,7 @@ def recover(target: Target) -> Fed:
     count = target.sightings if target.shape[1] == 1 else 1
     parts = [sighting(target, i) for i in range(count)]
     found = [one_image(part) for part in _joined(parts)]
-    target = target.about(
-        [o for part in parts for o in part.observations], torch.cat([part.labels for part in parts])
-    )
+    target = target.about([o for part in parts for o in part.observations], torch.cat([part.labels for part in parts]))
     victims = len(parts[0].observations)
     return Fed(
         target,

@@ -33,7 +33,7 @@ FLOOR = 1e-8  # of r: digits that floats do not have are no evidence
 Mask = dict[str, Tensor]  # name → 0/1, for one victim; broadcast over the tensor
 
 
-@attack("layer-subsets")
+@attack("layer-subsets", targets="any")
 @settings
 class LayerSubsets(Attack):
     """Match several subsets of the layers, keep what explains most of the update."""

@@ -28,7 +28,7 @@ from gradveil.types import Observation, Sighting, Update
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
 
-@attack("noise-likelihood", adaptive=True)
+@attack("noise-likelihood", adaptive=True, targets="any")
 @settings
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.distances import Nothing
 from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import LBFGS
@@ -78,17 +77,10 @@ class PrecodeLatent(Attack):
         head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")
         if head is None:  # the encoder's input is the image itself, or its gradients were changed
             return PrecodeSignal().run(target)
-        match = Match(_Nothing(), (), LBFGS(), self.steps, Start(scale=0.1))
-        problem = Problem(head.target, _Nothing(), (FeatureMatch(head.features), TV(self.tv, "smoothed")))
+        match = Match(Nothing(), (), LBFGS(), self.steps, Start(scale=0.1))
+        problem = Problem(head.target, Nothing(), (FeatureMatch(head.features), TV(self.tv, "smoothed")))
         solution = solve(head.target, match, problem=problem)
         return _relabelled(Answer(solution.x, solution.value, iterations=solution.iterations), target)
-
-
-class _Nothing:
-    """No gradient is compared: the features say it all."""
-
-    def __call__(self, found: Any, target: Any) -> Tensor:
-        return torch.zeros(len(found[0]))
 
 
 @attack("precode-ignore", adaptive=True)

@@ -14,7 +14,7 @@ from gradveil.settings import settings
 from gradveil.types import Observation
 
 
-@attack("prune-mask", adaptive=True)
+@attack("prune-mask", adaptive=True, targets="any")
 @settings
 class PruneMask(Attack):
     """Match only what was sent."""

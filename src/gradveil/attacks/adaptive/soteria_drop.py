@@ -16,7 +16,7 @@ from gradveil.settings import settings
 from gradveil.types import Observation
 
 
-@attack("soteria-drop", adaptive=True)
+@attack("soteria-drop", adaptive=True, targets="any")
 @settings
 class SoteriaDrop(Attack):
     """Match all but the tensors with zeroed columns."""

@@ -51,7 +51,7 @@ class Imprinted(nn.Module):
         return self.model(self.imprint(x))  # type: ignore[no-any-return]
 
 
-@attack("imprint")
+@attack("imprint", targets="unused")
 @settings
 class Imprint(Attack):
     """A malicious block in front of the model; images by differences of its rows."""

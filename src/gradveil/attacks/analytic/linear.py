@@ -16,7 +16,7 @@ from gradveil.settings import settings
 from gradveil.types import Observation
 
 
-@attack("linear")
+@attack("linear", targets="unused")
 @settings
 class Linear(Attack):
     """The input of a fully connected first layer, by division."""

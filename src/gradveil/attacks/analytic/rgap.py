@@ -13,7 +13,7 @@ Needs single images, clean gradients and a straight line of convolutions with si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -36,20 +36,18 @@ _OPEN = 1e-5  # share of the largest activation above which a ReLU counts as ope
 _NEUTRAL = (nn.Flatten, nn.Identity, nn.Dropout)
 
 
-@attack("rgap")
+@attack("rgap", targets="unused")
 @settings
 class RGAP(Attack):
     """Recursive closed-form inversion of a plain convolutional net."""
 
     ridge: float = Field(default=1e-12, ge=0)
-    smooth: float = Field(
-        default=1e-8, ge=0
-    )  # weight of squared differences of neighbouring pixels, for the image alone
+    smooth: float = Field(default=1e-8, ge=0)  # weight of differences of neighbouring pixels, for the image alone
 
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
             return "it needs the gradient of a single image"
-        if _line(observation) is None:
+        if line(observation) is None:
             return "it needs a straight line of convolutions and activations, without pooling, before a linear layer"
         return None
 
@@ -58,82 +56,86 @@ class RGAP(Attack):
         return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
 
     def _one(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        line = _line(observation)
-        assert line is not None
-        exact = exact_input(observation, line.pop()[0])
+        layers = line(observation)
+        assert layers is not None
+        exact = exact_input(observation, layers.pop().path)
         if exact is None:
             nothing = torch.zeros(1, *observation.input_shape)
             return nothing, torch.tensor(1.0)
-        a, signal = (t.double() for t in exact)
-        worst = torch.tensor(0.0, dtype=torch.float64)
-        while line:
-            path, shapes, activation = line.pop()
-            z, slope = _undo(activation, a)
-            k = signal * slope
-            a, error = self._invert(observation, path, shapes, z, k, slope)
-            worst = torch.maximum(worst, error)
-            weight = observation.state[f"{path}.weight"].double()
-            conv = observation.model.module.get_submodule(path)
-            signal = conv_grad.conv2d_input(
-                (1, *shapes[0]),
-                weight,
-                k.view(1, *shapes[1]),
-                conv.stride,
-                conv.padding,
-                conv.dilation,  # type: ignore[arg-type]
-            ).flatten()
-        return a.float().view(1, *observation.input_shape), worst.float()
+        a, signal = (t.double()[None] for t in exact)
+        worst = 0.0
+        while layers:
+            a, signal, error = self.back(observation, layers.pop(), a, signal)
+            worst = max(worst, error)
+        return a.float().view(1, *observation.input_shape), torch.tensor(worst)
+
+    def back(self, observation: Observation, layer: Layer, a: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, float]:
+        """From what left a layer's activation and the signal there (images × width) to what entered the layer and the
+        signal there; how far the equations are from being met comes third. Images share the second set of equations."""
+        z, slope = _undo(layer.activation, a)
+        k = signal * slope
+        inputs, error = self._invert(observation, layer, z, k, slope)
+        weight = observation.state[f"{layer.path}.weight"].double()
+        conv: Any = observation.model.module.get_submodule(layer.path)
+        shape = (len(a), *layer.before)
+        signal = conv_grad.conv2d_input(
+            shape, weight, k.view(-1, *layer.after), conv.stride, conv.padding, conv.dilation
+        ).flatten(1)
+        return inputs, signal, error
 
     def _invert(
-        self,
-        observation: Observation,
-        path: str,
-        shapes: tuple[torch.Size, torch.Size],
-        z: Tensor,
-        k: Tensor,
-        slope: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        conv = observation.model.module.get_submodule(path)
-        weight, sent = (
-            observation.state[f"{path}.weight"].double(),
-            observation.update.tensors[f"{path}.weight"].double(),
-        )
-        bias = observation.state.get(f"{path}.bias")
-        (channels, height, width), out = shapes[0], shapes[1][0]
+        self, observation: Observation, layer: Layer, z: Tensor, k: Tensor, slope: Tensor
+    ) -> tuple[Tensor, float]:
+        conv: Any = observation.model.module.get_submodule(layer.path)
+        weight = observation.state[f"{layer.path}.weight"].double()
+        sent = observation.update.tensors[f"{layer.path}.weight"].double()
+        bias = observation.state.get(f"{layer.path}.bias")
+        (channels, height, width), out = layer.before, layer.after[0]
         # Which pixel each kernel place reads at each output place; 0 is the padding.
         numbers = torch.arange(1, height * width + 1, dtype=torch.float64).view(1, 1, height, width)
-        index = F.unfold(numbers, conv.kernel_size, conv.dilation, conv.padding, conv.stride)[0].long()  # type: ignore[arg-type]
+        index = F.unfold(numbers, conv.kernel_size, conv.dilation, conv.padding, conv.stride)[0].long()
         pixels, places = height * width, index.shape[1]
-        kernel = weight.shape[2] * weight.shape[3]
+        kernel, entries = weight.shape[2] * weight.shape[3], channels * pixels
 
         # conv(u) = z − b: a row for every output place, a column for every pixel of every channel.
         row = torch.arange(out * places).view(out, 1, 1, places).expand(-1, channels, kernel, -1)
         column = index + torch.arange(channels).view(1, -1, 1, 1) * (pixels + 1)
         values = weight.view(out, channels, kernel, 1).expand(-1, -1, -1, places)
         forward = _sparse(row, column.expand_as(row), values, (out * places, channels * (pixels + 1)))
-        inside = (torch.arange(channels * (pixels + 1)) % (pixels + 1) != 0).numpy()
-        forward = forward[:, inside]
-        wanted = z - (bias.double().repeat_interleave(places) if bias is not None else 0)
-        trust = slope.abs().numpy()  # z came through the activation's inverse: it is as sure as its slope
-        forward_t, wanted_t = scipy.sparse.diags(trust) @ forward, wanted.numpy() * trust
+        forward = forward[:, (torch.arange(channels * (pixels + 1)) % (pixels + 1) != 0).numpy()]
+        trust = slope.abs()  # z came through the activation's inverse: it is as sure as its slope
+        wanted = ((z - (bias.double().repeat_interleave(places) if bias is not None else 0)) * trust).numpy()
+        forwards = [scipy.sparse.diags(t) @ forward for t in trust.numpy()]
 
-        # ∇W of one input channel reads that channel alone, by the same matrix for all.
+        # ∇W of one input channel reads that channel alone, by the same matrix for all; the images' parts add up.
         row = torch.arange(out * kernel).view(out, kernel, 1).expand(-1, -1, places)
-        values = k.view(out, 1, places).expand(-1, kernel, -1)
-        back = _sparse(row, index.expand_as(row), values, (out * kernel, pixels + 1))[:, 1:]
-        scale = scipy.sparse.linalg.norm(forward_t) / max(scipy.sparse.linalg.norm(back), 1e-30) / channels**0.5
+        backs = [
+            _sparse(
+                row, index.expand_as(row), part.view(out, 1, places).expand(-1, kernel, -1), (out * kernel, pixels + 1)
+            )
+            for part in k
+        ]
+        backs = [back[:, 1:] for back in backs]
+        sizes = [max(scipy.sparse.linalg.norm(m) for m in ms) for ms in (forwards, backs)]
+        scale = sizes[0] / max(sizes[1], 1e-30) / channels**0.5
         given = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel).numpy()
-        gram = (forward_t.T @ forward_t).toarray()
-        right = forward_t.T @ wanted_t + (scale**2 * (given @ back)).ravel()
-        block = scale**2 * (back.T @ back).toarray()
-        size = float((gram.trace() + channels * block.trace()) / len(gram))
-        if shapes[0] == observation.input_shape and self.smooth:
-            block = block + self.smooth * size * _roughness(height, width)
-        for c in range(channels):
-            gram[c * pixels : (c + 1) * pixels, c * pixels : (c + 1) * pixels] += block
-        u = _solve(gram, right, self.ridge * size)
-        error = np.linalg.norm(forward_t @ u - wanted_t) / max(float(np.linalg.norm(wanted_t)), 1e-30)
-        return torch.from_numpy(u), torch.tensor(error, dtype=torch.float64)
+        gram = np.zeros((len(z) * entries, len(z) * entries))
+        for i, own in enumerate(forwards):
+            gram[i * entries : (i + 1) * entries, i * entries : (i + 1) * entries] = (own.T @ own).toarray()
+        right = np.concatenate(
+            [f.T @ w + (scale**2 * (given @ b)).ravel() for f, w, b in zip(forwards, wanted, backs, strict=True)]
+        )
+        blocks = {(i, j): scale**2 * (a.T @ b).toarray() for i, a in enumerate(backs) for j, b in enumerate(backs)}
+        size = float((gram.trace() + channels * sum(blocks[i, i].trace() for i in range(len(z)))) / len(gram))
+        for (i, j), block in blocks.items():
+            if i == j and layer.before == observation.input_shape and self.smooth:
+                block = block + self.smooth * size * _roughness(height, width)
+            for c in range(channels):
+                down, across = i * entries + c * pixels, j * entries + c * pixels
+                gram[down : down + pixels, across : across + pixels] += block
+        u = _solve(gram, right, self.ridge * size).reshape(len(z), entries)
+        missed = np.concatenate([f @ part - w for f, part, w in zip(forwards, u, wanted, strict=True)])
+        return torch.from_numpy(u), float(np.linalg.norm(missed) / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
 def _solve(gram: Any, right: Any, ridge: float) -> Any:
@@ -177,15 +179,24 @@ def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(a >= 0, a, a / slope), torch.where(a >= 0, torch.ones_like(a), torch.full_like(a, slope))
 
 
-def _line(observation: Observation) -> list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]] | None:
-    """(path, input and output shapes, activation) of each convolution up to the first linear layer, which comes last."""
+class Layer(NamedTuple):
+    """A convolution and the activation behind it; of the linear layer at the end, itself."""
+
+    path: str
+    before: torch.Size
+    after: torch.Size
+    activation: nn.Module
+
+
+def line(observation: Observation) -> list[Layer] | None:
+    """The convolutions up to the first linear layer, which comes last; None where the net is not such a line."""
     linear = linear_layers(observation)
     if not linear:
         return None
-    met: list[tuple[str, nn.Module, torch.Size, torch.Size]] = []
+    met: list[Layer] = []
 
     def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        return lambda m, i, o: met.append((path, m, i[0].shape[1:], o.shape[1:]))
+        return lambda m, i, o: met.append(Layer(path, i[0].shape[1:], o.shape[1:], m))
 
     leaves = [(p, m) for p, m in observation.model.module.named_modules() if not list(m.children())]
     handles = [m.register_forward_hook(note(p)) for p, m in leaves]
@@ -195,19 +206,20 @@ def _line(observation: Observation) -> list[tuple[str, tuple[torch.Size, torch.S
     finally:
         for handle in handles:
             handle.remove()
-    line: list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]] = []
-    for path, part, before, after in met:
-        if path == linear[0]:
-            return [*line, (path, (before, after), part)] if line and not _waiting(line) else None
-        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(line):
-            line.append((path, (before, after), part))
-        elif isinstance(part, _ACTIVATIONS) and _waiting(line):
-            line[-1] = (*line[-1][:2], part)
+    layers: list[Layer] = []
+    for found in met:
+        part = found.activation
+        if found.path == linear[0]:
+            return [*layers, found] if layers and not _waiting(layers) else None
+        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(layers):
+            layers.append(found)
+        elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
+            layers[-1] = layers[-1]._replace(activation=part)
         elif not isinstance(part, _NEUTRAL):
             return None
     return None
 
 
-def _waiting(line: list[tuple[str, tuple[torch.Size, torch.Size], nn.Module]]) -> bool:
+def _waiting(layers: list[Layer]) -> bool:
     """Whether the last convolution's activation has not been met yet."""
-    return bool(line) and isinstance(line[-1][2], nn.Conv2d)
+    return bool(layers) and isinstance(layers[-1].activation, nn.Conv2d)

@@ -21,7 +21,7 @@ from gradveil.settings import settings
 from gradveil.types import Observation, generator
 
 
-@attack("trap-weights")
+@attack("trap-weights", targets="unused")
 @settings
 class TrapWeights(Attack):
     """The first fully connected layer set to isolate images of a batch."""

@@ -41,7 +41,7 @@ class _Six(Attack):
         )
 
 
-@attack("adam-cosine")
+@attack("adam-cosine", targets="any")
 @settings
 class AdamCosine(_Six):
     """Cosine, signed Adam: Inverting Gradients with ATS's number of steps."""
@@ -50,7 +50,7 @@ class AdamCosine(_Six):
     optimizer = Adam(0.1, signed=True)
 
 
-@attack("sgd-cosine")
+@attack("sgd-cosine", targets="any")
 @settings
 class SGDCosine(_Six):
     """Cosine, signed SGD with Nesterov momentum (0.01 in the public code)."""
@@ -59,7 +59,7 @@ class SGDCosine(_Six):
     optimizer = SGD(0.01, signed=True)
 
 
-@attack("adam-l1")
+@attack("adam-l1", targets="any")
 @settings
 class AdamL1(_Six):
     """L1, signed Adam."""
@@ -68,7 +68,7 @@ class AdamL1(_Six):
     optimizer = Adam(0.1, signed=True)
 
 
-@attack("adam-l2")
+@attack("adam-l2", targets="any")
 @settings
 class AdamL2(_Six):
     """L2, signed Adam."""
@@ -77,7 +77,7 @@ class AdamL2(_Six):
     optimizer = Adam(0.1, signed=True)
 
 
-@attack("lbfgs-cosine")
+@attack("lbfgs-cosine", targets="any")
 @settings
 class LBFGSCosine(_Six):
     """Cosine, L-BFGS."""
@@ -87,7 +87,7 @@ class LBFGSCosine(_Six):
     published = 300
 
 
-@attack("lbfgs-l2")
+@attack("lbfgs-l2", targets="any")
 @settings
 class LBFGSL2(_Six):
     """L2, L-BFGS: DLG's distance with a prior."""

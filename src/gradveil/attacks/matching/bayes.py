@@ -30,7 +30,7 @@ def likelihood(defense: Any, least: float) -> Distance:
     return GaussianLikelihood(least)
 
 
-@attack("bayes")
+@attack("bayes", targets="any")
 @settings
 class BayesOptimal(Attack):
     """Likelihood of the noise + a smoothness prior, Adam."""

@@ -112,6 +112,14 @@ class LaplaceLikelihood:
 
 
 @dataclass(frozen=True)
+class Nothing:
+    """No gradient is compared: what is sought stands in a prior."""
+
+    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return found[0].new_zeros(len(found[0]))
+
+
+@dataclass(frozen=True)
 class PerRow:
     """A distance of its own for each row: a portfolio that runs as one batch. `choice` numbers the distances."""
 

@@ -61,15 +61,15 @@ def inner_product(features: Tensor, signal: Tensor) -> Tensor:
 class FeatureMatch:
     """A prior for the reduced problem: features equal to the exact ones, as a share of their size."""
 
-    features: Tensor  # victims × width
+    features: Tensor  # victims × images × width
     weight: float | Tensor = 1.0
 
     def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
-        found = problem.target.model(problem.target.state, x.flatten(0, 1))
+        found = problem.target.model(problem.target.state, x.flatten(0, 1)).view(*x.shape[:2], -1)
         victims = torch.arange(problem.rows) // problem.restarts
         wanted = self.features[victims if rows is None else victims[rows]]
         weight = self.weight[rows] if isinstance(self.weight, Tensor) and rows is not None else self.weight
-        return weight * ((found - wanted) ** 2).sum(1) / (wanted**2).sum(1).clamp_min(1e-12)
+        return weight * ((found - wanted) ** 2).sum((1, 2)) / (wanted**2).sum((1, 2)).clamp_min(1e-12)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Head:
     """The reduced problem and the exact features at the cut."""
 
     target: Target
-    features: Tensor
+    features: Tensor  # victims × images × width
     layer: str
 
 
@@ -131,7 +131,13 @@ def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
         return None
     exact = [f for f in found if f is not None]
     features, signals = torch.stack([a for a, _ in exact]), torch.stack([s for _, s in exact])
-    model = ModelFunction(Features(first.model.module, layers[0]), inner_product, first.model.mode)
+    return cut_before(target, layers[0], features[:, None], signals[:, None])
+
+
+def cut_before(target: Target, layer: str, features: Tensor, signals: Tensor) -> Head | None:
+    """The problem before `layer`, of whose inputs and of the signals at them (victims × images × width) all is known."""
+    first = target.first
+    model = ModelFunction(Features(first.model.module, layer), inner_product, first.model.mode)
     model.drop_penalties()  # they belong to layers behind the cut
     before = _parameters_before(model, target)
     if not before:
@@ -141,11 +147,10 @@ def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
     observations = []
     for o in target.observations:
         sent = {f"{_PREFIX}{k}": v for k, v in o.update.tensors.items() if f"{_PREFIX}{k}" in before}
-        knowledge = replace(o.knowledge, training=LocalTraining())
-        seen = (Sighting(state, Update(sent, "gradient", 1)),)
+        knowledge = replace(o.knowledge, training=LocalTraining(), batch_size=features.shape[1])
+        seen = (Sighting(state, Update(sent, "gradient", features.shape[1])),)
         observations.append(replace(o, model=model, seen=seen, knowledge=knowledge))
-    reduced = target.about(observations, signals[:, None])
-    return Head(reduced, features, layers[0])
+    return Head(target.about(observations, signals), features, layer)
 
 
 def _parameters_before(model: ModelFunction, target: Target) -> list[str]:

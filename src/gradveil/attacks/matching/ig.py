@@ -45,7 +45,7 @@ VARIANTS = {
 }
 
 
-@attack("ig")
+@attack("ig", targets="any")
 @settings
 class InvertingGradients(Attack):
     """Cosine distance + total variation, signed Adam, boxed."""

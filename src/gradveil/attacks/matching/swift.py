@@ -46,7 +46,7 @@ def plain(target: Target) -> dict[str, Any]:
     return {}
 
 
-@attack("swift")
+@attack("swift", targets="any")
 @settings
 class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual."""
