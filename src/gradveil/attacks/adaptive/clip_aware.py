@@ -23,15 +23,19 @@ class ClipAware(Attack):
         return None if clips else "the defense does not clip"
 
     def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, _clipped)
+        return Swift().reconstruct(target, clipped)
 
 
-def _clipped(target: Target) -> dict[str, Any]:
-    bound = next(p.norm for p in target.knowledge.defense.parts if p.name == "clip")
+def clipped(target: Target) -> dict[str, Any]:
+    """Options of a problem whose candidates are clipped as the defense does it; none where it does not clip."""
+    bounds = {p.name: getattr(p, "norm", None) or getattr(p, "clip", None) for p in target.knowledge.defense.parts}
+    bound = bounds.get("clip") or (bounds.get("dpsgd") if target.knowledge.batch_size == 1 else None)
+    if bound is None:
+        return {}
 
     def clip(tensors: Tensors) -> Tensors:
         size = torch.sqrt(sum((g.flatten(1) ** 2).sum(1) for g in tensors.values()) + 1e-24)  # type: ignore[arg-type]
-        scale = (bound / size).clamp_max(1.0)
+        scale = (float(bound) / size).clamp_max(1.0)
         return {name: g * scale.view(-1, *(1 for _ in g.shape[1:])) for name, g in tensors.items()}
 
     return {"transform": clip}

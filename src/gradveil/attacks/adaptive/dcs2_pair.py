@@ -11,6 +11,7 @@ once. How the concealed image was crafted, how far it leaves the pixel range, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +72,10 @@ def _inverse(m: Tensor) -> Tensor:
     return torch.stack([torch.stack([d, -b]), torch.stack([-c, a])]) / (a * d - b * c)
 
 
-def _levenberg_marquardt(residuals: object, at: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _levenberg_marquardt(residuals: Callable[..., Tensor], at: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Least squares of many small problems at once; those that fall behind are given up."""
-    look, slopes = vmap(residuals), vmap(jacfwd(residuals))  # type: ignore[arg-type]
+    look: Callable[..., Tensor] = vmap(residuals)
+    slopes: Callable[..., Tensor] = vmap(jacfwd(residuals))
     cost = _squares(look(at, *labels.unbind(1)))
     damping = torch.full_like(cost, 1e-3)
     for step in range(STEPS):

@@ -17,9 +17,11 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.generative.rehearsal import cost_of_round, defense_of
 from gradveil.attacks.matching.distances import Cosine, Distance
-from gradveil.attacks.matching.engine import Match, Problem, choose, solve
+from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.starts import Start
+from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
 from gradveil.client import Client
 from gradveil.defenses.base import Step
@@ -37,7 +39,7 @@ class Expectation(Attack):
     """Match the mean defended update over fresh draws of the defense."""
 
     draws: int = Field(default=2, ge=1)  # a step; one where the defense draws nothing
-    steps: int = Field(default=1_000, ge=1)
+    steps: int = Field(default=400, ge=1)
     tv: float = Field(default=1e-2, ge=0)  # strong, as under noise
 
     def applies(self, observation: Observation) -> str | None:
@@ -52,11 +54,19 @@ class Expectation(Attack):
         client = _client(target)
         _affordable(target, client)
         draws = self.draws if client.defense.random else 1
-        match = Match(
-            Cosine(), (TV(self.tv),), Adam(0.1, signed=True), steps_for(target, self.steps, least=2), box=True
-        )
+        steps = steps_for(target, self.steps, least=2)
+        match = Match(Cosine(), (TV(self.tv),), Adam(0.1, signed=True), steps, box=True, restarts=2)
         problem = _Defended(target, match, client, draws)
-        return choose(target, problem, solve(target, match, problem=problem))
+        # One start is where matching ends that ignores the defense, the other knows nothing. Both are also judged as
+        # they were, in the end, by the same draws.
+        plain = Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target).x
+        start = torch.stack([plain, Start().draw(target, 1, target.rng)], 1).flatten(0, 1)
+        solution = solve(target, match, problem=problem, start=start)
+        options = torch.stack([*solution.x.unflatten(0, (-1, 2)).unbind(1), plain], 1)
+        expected = torch.stack([problem.expected(options[:, i]) for i in range(3)], 1)
+        pick = torch.nan_to_num(expected, nan=torch.inf).argmin(1)
+        rows = torch.arange(len(pick))
+        return Answer(options[rows, pick], expected[rows, pick], iterations=solution.iterations)
 
 
 def _client(target: Target, *, undefended: bool = False) -> Client:
@@ -95,7 +105,7 @@ class _Defended(Problem):
     """The match, with the defense between the candidate and its update."""
 
     def __init__(self, target: Target, match: Match, client: Client, draws: int):
-        super().__init__(target, match.distance, match.priors)
+        super().__init__(target, match.distance, match.priors, restarts=match.restarts)
         self.client, self.draws, self.calls = client, draws, 0
 
     def mismatch(
@@ -109,6 +119,11 @@ class _Defended(Problem):
             found = {n: torch.stack([m[n] for m in means]) for n in means[0]}
             total = total + self.compare(found, rows, i, distance)
         return total / len(self.states)
+
+    def expected(self, x: Tensor) -> Tensor:
+        """The mismatch of one image set a victim, by the same draws whenever it is asked."""
+        self.calls = -1
+        return self.mismatch(x, torch.arange(len(x)) * self.restarts)
 
     def _expected(self, x: Tensor, row: int, state: Tensors, sighting: int) -> Tensors:
         drawn = [self._draw(x, row, state, (self.calls, sighting, d)) for d in range(self.draws)]

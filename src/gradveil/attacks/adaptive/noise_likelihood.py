@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.attacks.adaptive.clip_aware import clipped
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.distances import L2, Cosine
@@ -44,7 +45,7 @@ class NoiseLikelihood(Attack):
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
         steps = self.steps or steps_for(target, 1_500)
         match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
-        problem = Problem(averaged, match.distance, match.priors, restarts=each)
+        problem = Problem(averaged, match.distance, match.priors, restarts=each, **clipped(averaged))
         solution = solve(averaged, match, problem=problem)
         misfit = problem.residual(solution.x, L2()).unflatten(0, (-1, each))
         expected = torch.tensor([self._expected(o) for o in target.observations])
@@ -73,8 +74,8 @@ def noise_std(observation: Observation) -> float | None:
             return float(part.std)
         if name == "laplace":
             return float(part.scale) * math.sqrt(2)
-        if name == "dpsgd" and getattr(part, "noise", None):
-            return float(part.noise) * float(part.clip) / observation.knowledge.batch_size
+        if name == "dpsgd" and part.multiplier > 0:
+            return float(part.std(observation.knowledge.batch_size))
         if name == "graddefense":
             return float(part.std)
     return None
