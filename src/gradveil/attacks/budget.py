@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -18,6 +20,38 @@ def steps_for(target: Target, steps: int, *, least: int = 200) -> int:
     return max(min(least, steps), int(steps * _FACTOR[target.budget] * share))
 
 
+# Copies of the parameters and of the activations that one row of a matching attack holds at its peak: the update, its
+# comparison with the seen one, and the two passes of the second derivative. Measured; the larger models need fewer.
+_UPDATES, _ACTIVATIONS = 6, 12
+
+
+def row_bytes(target: Target) -> int:
+    """What one victim (or one of its restarts) takes while its images are matched."""
+    parameters = sum(t.numel() for t in target.model.parameters(target.state).values())
+    images = target.shape[1] * activations(target.model.module, target.first.input_shape)
+    steps = len(target.training.slices(target.shape[1]))  # local steps are differentiated through, all of them
+    return 4 * steps * (_UPDATES * parameters + _ACTIVATIONS * images)
+
+
+def rows_at_once(target: Target) -> int | None:
+    """How many rows of victims · restarts fit the memory; None where there is no limit."""
+    return None if target.memory is None else max(1, target.memory // row_bytes(target))
+
+
+def activations(module: nn.Module, input_shape: tuple[int, int, int]) -> int:
+    """Numbers that the layers give out for one image."""
+    total = 0
+
+    def count(part: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        nonlocal total
+        if isinstance(output, torch.Tensor):
+            total += output.numel()
+
+    leaves = [m for m in module.modules() if not any(m.children())]
+    _run_with(count, leaves, module, input_shape)
+    return total // 2 + input_shape[0] * input_shape[1] * input_shape[2]
+
+
 def forward_cost(module: nn.Module, input_shape: tuple[int, int, int]) -> float:
     """Multiply-adds of the linear and convolutional layers for one image."""
     total = 0.0
@@ -29,11 +63,18 @@ def forward_cost(module: nn.Module, input_shape: tuple[int, int, int]) -> float:
         elif isinstance(part, nn.Linear):
             total += part.weight.numel()
 
-    handles = [m.register_forward_hook(count) for m in module.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    _run_with(count, [m for m in module.modules() if isinstance(m, (nn.Conv2d, nn.Linear))], module, input_shape)
+    return total
+
+
+def _run_with(
+    hook: Callable[..., None], parts: list[nn.Module], module: nn.Module, input_shape: tuple[int, int, int]
+) -> None:
+    """Two images through the module, with a hook on some of its parts."""
+    handles = [part.register_forward_hook(hook) for part in parts]
     try:
         with torch.no_grad():
             module(torch.zeros(2, *input_shape, dtype=next(module.parameters()).dtype))
     finally:
         for handle in handles:
             handle.remove()
-    return total

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.audit.plan import Cell
+from gradveil.audit.spec import CONTROL
 
 
 class Display:
@@ -58,6 +59,7 @@ class Bars(Display):
         self._tasks: dict[str, TaskID] = {}
         self._parts: dict[str, float] = {}
         self._finished = 0
+        self._best: tuple[float, float] = (-1.0, 0.0)
 
     def start(self, total: int, stored: int) -> None:
         self._finished = stored
@@ -77,10 +79,22 @@ class Bars(Display):
         self._parts.pop(cell.key, None)
         self._finished += 1
         self._advance()
+        self._show_best(cell, content)
         self._bars.console.print(outcome(cell, content), markup=False, highlight=False, style="dim")
 
     def stop(self) -> None:
         self._bars.stop()
+
+    def _show_best(self, cell: Cell, content: dict[str, Any]) -> None:
+        """The strongest attack on a defense so far, beside the bar of the whole."""
+        if cell.kind != "attack" or cell.defense == CONTROL or content["status"] != "ok" or self._whole is None:
+            return
+        known = sum(bool(v["identified"]) for v in content["victims"]) / max(1, len(content["victims"]))
+        found = (known, content["rows"][0]["psnr"]["mean"])
+        if found > self._best:
+            self._best = found
+            words = f"audit · most so far {known:.0%} identified, {found[1]:.0f} dB: {cell.attack} under {cell.defense}"
+            self._bars.update(self._whole, description=words)
 
     def _advance(self) -> None:
         if self._whole is not None:

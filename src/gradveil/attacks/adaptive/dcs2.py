@@ -46,6 +46,7 @@ def _settings(observation: Observation) -> Any:
 
 
 APART = 1e-3  # error of the classifier's equations below which the two images are told apart
+NATURAL = 1e-3  # TV weight by which a natural image is told from a concealed one
 LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
@@ -139,17 +140,30 @@ def _by_features(target: Target, pairs: list[Pair]) -> Answer:
         layer = step.path
         undone = [RGAP().back(o, step, a, s / scale)[:2] for o, (a, s) in zip(target.observations, states, strict=True)]
         states = [(a, s * scale) for a, s in undone]
-    features = torch.stack([a[:1] for a, _ in states]).float()
+    # With one label on both sides the equations do not say which image is which: then both are rebuilt.
+    twins = [(v, i) for v, pair in enumerate(pairs) for i in range(1 + (pair.labels[0] == pair.labels[1]))]
+    features = torch.stack([states[v][0][i : i + 1] for v, i in twins]).float()
+    target = target.subset([v for v, _ in twins])
+    x, missed, used = _with_features(target, layer, features)
+    # A natural image meets its features without giving up smoothness, a concealed one does not.
+    value = missed + TV(NATURAL, "smoothed")(x, Problem(target, Nothing(), ()), None)
+    own = [[i for i, (v, _) in enumerate(twins) if v == place] for place in range(len(pairs))]
+    rows = [min(some, key=lambda i: float(value[i])) for some in own]
+    return Answer(x[rows], value[rows], iterations=used)
+
+
+def _with_features(target: Target, layer: str, features: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The smoothest images with these features before `layer`, how far they miss them, and the evaluations used."""
     head = cut_before(target, layer, features, torch.zeros_like(features))
     if head is None:  # the features are the image
-        return Answer(features.view(target.shape), torch.tensor([pair.error for pair in pairs]))
+        return features.view(target.shape), torch.zeros(len(features)), 0
     x, used = Start(scale=0.1).draw(target, 1, target.rng), 0
     for tv, steps in LADDER:
         match = Match(Nothing(), (FeatureMatch(head.features), TV(tv, "smoothed")), LBFGS(history=30), steps)
         problem = Problem(head.target, match.distance, match.priors)
         solution = solve(head.target, match, problem=problem, start=x)
         x, used = solution.x, used + solution.iterations
-    return Answer(x, FeatureMatch(head.features)(x, problem, None), iterations=used)
+    return x, FeatureMatch(head.features)(x, problem, None), used
 
 
 def _determined(target: Target, layer: Layer, images: int) -> bool:

@@ -6,13 +6,14 @@ alone (distance without priors), never by the truth, which it does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.budget import rows_at_once
 from gradveil.attacks.matching import dense, frozen
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow
 from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
@@ -76,6 +77,7 @@ class Problem:
         self.labels = given.repeat_interleave(restarts, 0)
         self.transform = transform
         self.noise = {k: v.repeat_interleave(restarts, 0) for k, v in _noise(target).items()}
+        self.at_once = rows_at_once(target) or self.rows  # that fit the memory
         low, high = (
             target.normalize(torch.zeros(target.first.input_shape)),
             target.normalize(torch.ones(target.first.input_shape)),
@@ -88,11 +90,21 @@ class Problem:
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Value a row and its gradient."""
+        if len(x) > self.at_once:
+            values, gradients = zip(*(self(x[part], where) for part, where in self.parts(x, rows)), strict=True)
+            return torch.cat(values), torch.cat(gradients)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             value = self.value(x, rows)
             (gradient,) = torch.autograd.grad(value.sum(), x)
         return value.detach(), gradient
+
+    def parts(self, x: Tensor, rows: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """As many rows at a time as fit the memory: which of `x`, and which rows of the problem they are."""
+        every = torch.arange(len(x)) if rows is None else rows
+        for start in range(0, len(x), self.at_once):
+            part = slice(start, start + self.at_once)
+            yield part, every[part]
 
     def value(self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         total = self.mismatch(x, rows, labels)
@@ -127,9 +139,15 @@ class Problem:
             return distance(self._weighed(found, victims), self.seen[sighting])
         return distance(self._weighed(found, victims), [t[victims] for t in self.seen[sighting]])
 
-    def residual(self, x: Tensor, distance: Distance) -> Tensor:
+    def residual(self, x: Tensor, distance: Distance | None = None, labels: Tensor | None = None) -> Tensor:
+        """The distance alone of finished rows, this one or another."""
         with torch.no_grad():
-            return self.mismatch(x, distance=distance)
+            if len(x) <= self.at_once:
+                return self.mismatch(x, labels=labels, distance=distance)
+            parts = self.parts(x, None)
+            return torch.cat(
+                [self.mismatch(x[p], r, None if labels is None else labels[p], distance) for p, r in parts]
+            )
 
     def _weighed(self, tensors: Tensors, victims: Tensor | None) -> list[Tensor]:
         result = []
@@ -166,9 +184,7 @@ def solve(target: Target, match: Match, *, problem: Problem | None = None, start
         history: dict[str, list[float]] = {}
     else:
         x, labels, value, used, history = _first_order(problem, match, x)
-    with torch.no_grad():
-        y = labels if match.learn_labels else None
-        residual = problem.mismatch(x, labels=y)
+    residual = problem.residual(x, labels=labels if match.learn_labels else None)
     return Solution(x, value, residual, labels, used, history)
 
 
@@ -255,6 +271,10 @@ def _alike(problem: Problem, shape: Sequence[int]) -> Tensor:
 
 
 def _joint(problem: Problem, x: Tensor, logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    if len(x) > problem.at_once:
+        found = [_joint(problem, x[part], logits[part], where) for part, where in problem.parts(x, rows)]
+        values, gradients, words = (torch.cat(column) for column in zip(*found, strict=True))
+        return values, gradients, words
     x, logits = x.detach().requires_grad_(), logits.detach().requires_grad_()
     with torch.enable_grad():
         value = problem.value(x, rows, labels=logits.softmax(-1))

@@ -3,7 +3,7 @@
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: the global cosine
 is ruled by one layer on some initialisations, the layer-relative L2 is ill-conditioned on others. So:
 
-0. where a net can be unrolled in closed form (`rgap`), its answer comes first: it costs a fraction of a second, and a
+0. where a net can be unrolled in closed form (`linear`, `rgap`), its answer comes first: it costs a fraction of a second, and a
    victim whose update it explains needs nothing else;
 1. every other victim starts once for each distance, all in one batched L-BFGS, down a ladder of TV weights (a strong prior
    first, which chooses among what the update alone leaves open);
@@ -32,6 +32,7 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.registry import attack, parse
 from gradveil.settings import settings
 
+CLOSED = ("linear", "rgap")
 DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
@@ -91,9 +92,10 @@ class Swift(Attack):
 
     def _begin(self, target: Target, options: Options) -> tuple[Tensor, Tensor, int]:
         """The closed form where it comes close, the portfolio for everyone else."""
-        if not self.closed or options is not plain or parse("rgap").applies(target.first):
+        exact = [a for a in map(parse, CLOSED) if a.applies(target.first) is None] if options is plain else []
+        if not self.closed or not exact:
             return _portfolio(target, 0.1, options)
-        x = parse("rgap").run(target).x
+        x = exact[0].run(target).x
         residual = torch.nan_to_num(Problem(target, RelativeL2(), ()).residual(x, RelativeL2()), nan=float("inf"))
         rows, used = _open(residual, CLOSE), 0
         if rows:
