@@ -58,6 +58,11 @@ def test_the_sensitive_image_comes_back(clamp: str, observe_often: Callable, bes
     assert best_psnr(parse("rgap")(seen), truth).max() < 15
 
 
+def test_fully_connected_nets_give_it_back_exactly(observe_victims: Callable, best_psnr: Callable) -> None:
+    seen, truth = observe_victims(data="mnist-5k", model="smlp", victims=2, defense="dcs2:steps=20")
+    assert best_psnr(parse("dcs2-joint")(seen), truth).min() >= 80
+
+
 @pytest.mark.slow
 def test_after_pruning_it_falls_back_on_matching_both(observe_often: Callable, best_psnr: Callable) -> None:
     seen, truth = observe_often("dcs2:steps=50+prune:ratio=0.5", victims=1, seed=100)

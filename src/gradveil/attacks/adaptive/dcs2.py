@@ -4,8 +4,8 @@
   gradient of x_c under the soft label λg·y_c + (1 − λg)·y_s: the update is twice the gradient of an ordinary batch of
   sensitive and concealed images.
   1. The classifier's gradient tells the two apart exactly, labels and features (`dcs2_pair`).
-  2. Convolutions are undone in closed form, both images at once, as long as there are clearly more equations than
-     unknowns; that is a layer or two.
+  2. Linear layers before it, then convolutions are undone in closed form, both images at once, as long as there are
+     clearly more equations than unknowns.
   3. The sensitive image alone is sought by its features there: the concealed one, however wild, is out of the way.
   Where 1 fails (the update was changed further), sensitive and concealed image are matched together, with a few guesses
   of their labels in one batch: y_s pulls the classifier's bias with 2 − λg, y_c with λg. The residual decides.
@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks.adaptive.dcs2_pair import Pair, separate
-from gradveil.attacks.analytic.rgap import RGAP, Layer, line
+from gradveil.attacks.analytic.rgap import RGAP, Layer, back_through_linear, line, linear_tail
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.labels import classifier_gradients
@@ -133,13 +133,15 @@ def _by_features(target: Target, pairs: list[Pair]) -> Answer:
     layers = line(target.first)
     layer = linear_layers(target.first)[-1]
     weight = target.state[f"{layer}.weight"].double()
-    states = [(pair.features, pair.signals @ weight) for pair in pairs]
+    states = [(pair.features, pair.signals @ weight / scale) for pair in pairs]
+    for step in linear_tail(target.first):
+        layer = step.path
+        states = [back_through_linear(o, step, *s) for o, s in zip(target.observations, states, strict=True)]
     layers = layers[:-1] if layers and layers[-1].path == layer else []
     while layers and _determined(target, layers[-1], 2):
         step = layers.pop()
         layer = step.path
-        undone = [RGAP().back(o, step, a, s / scale)[:2] for o, (a, s) in zip(target.observations, states, strict=True)]
-        states = [(a, s * scale) for a, s in undone]
+        states = [RGAP().back(o, step, *s)[:2] for o, s in zip(target.observations, states, strict=True)]
     # With one label on both sides the equations do not say which image is which: then both are rebuilt.
     twins = [(v, i) for v, pair in enumerate(pairs) for i in range(1 + (pair.labels[0] == pair.labels[1]))]
     features = torch.stack([states[v][0][i : i + 1] for v, i in twins]).float()

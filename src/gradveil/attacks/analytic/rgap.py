@@ -191,8 +191,39 @@ class Layer(NamedTuple):
 def line(observation: Observation) -> list[Layer] | None:
     """The convolutions up to the first linear layer, which comes last; None where the net is not such a line."""
     linear = linear_layers(observation)
-    if not linear:
-        return None
+    layers: list[Layer] = []
+    for found in _met(observation) if linear else []:
+        part = found.activation
+        if found.path == linear[0]:
+            return [*layers, found] if layers and not _waiting(layers) else None
+        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(layers):
+            layers.append(found)
+        elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
+            layers[-1] = layers[-1]._replace(activation=part)
+        elif not isinstance(part, _NEUTRAL):
+            return None
+    return None
+
+
+def linear_tail(observation: Observation) -> list[Layer]:
+    """The linear layers with an activation that lead straight to the last one of the net, the nearest to it first."""
+    met = [layer for layer in _met(observation) if not isinstance(layer.activation, _NEUTRAL)][:-1]
+    tail = []
+    while len(met) > 1 and isinstance(met[-1].activation, _ACTIVATIONS) and isinstance(met[-2].activation, nn.Linear):
+        activation = met.pop().activation
+        tail.append(met.pop()._replace(activation=activation))
+    return tail
+
+
+def back_through_linear(observation: Observation, layer: Layer, a: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    """As `RGAP.back`: for fewer images than outputs ∇W = Σ k uᵀ gives every u, k being known."""
+    k = signal * _undo(layer.activation, a)[1]
+    weight, sent = (t[f"{layer.path}.weight"].double() for t in (observation.state, observation.update.tensors))
+    return torch.linalg.lstsq(k.T, sent, driver="gelsd").solution, k @ weight
+
+
+def _met(observation: Observation) -> list[Layer]:
+    """The parts of the net that have no parts of their own, as a forward pass meets them."""
     met: list[Layer] = []
 
     def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -206,18 +237,7 @@ def line(observation: Observation) -> list[Layer] | None:
     finally:
         for handle in handles:
             handle.remove()
-    layers: list[Layer] = []
-    for found in met:
-        part = found.activation
-        if found.path == linear[0]:
-            return [*layers, found] if layers and not _waiting(layers) else None
-        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(layers):
-            layers.append(found)
-        elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
-            layers[-1] = layers[-1]._replace(activation=part)
-        elif not isinstance(part, _NEUTRAL):
-            return None
-    return None
+    return met
 
 
 def _waiting(layers: list[Layer]) -> bool:
