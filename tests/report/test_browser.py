@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,13 +17,13 @@ import pytest
 from gradveil.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 
-OPTIONS = [
+QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-    *("--virtual-time-budget=3000", "--dump-dom"),
 ]
+OPTIONS = [*QUIET, "--virtual-time-budget=3000", "--dump-dom"]
 
 
 def browse(page: Path, profile: Path, width: int = 1280) -> tuple[str, str]:
@@ -98,3 +99,38 @@ def test_a_phone_does_not_scroll_sideways(run: Callable[..., Path], tmp_path: Pa
         width=390,
     )
     assert found["window"] <= 500 and found["page"] <= found["window"]
+
+
+def test_opening_the_page_from_disk_asks_the_network_for_nothing(run: Callable[..., Path], tmp_path: Path) -> None:
+    page, log = write_report(run()), tmp_path / "net.json"
+    command = [
+        str(CHROMIUM),
+        *OPTIONS,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--log-net-log={log}",
+        page.as_uri(),
+    ]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    asked = set(re.findall(r'"url":"([^"]+)"', log.read_text(encoding="utf-8", errors="replace")))
+    assert not [url for url in asked if url.startswith(("http:", "https:", "ws:", "wss:")) and "google" not in url], (
+        asked
+    )
+
+
+@pytest.mark.parametrize(("name", "width"), [("desktop", 1280), ("phone", 390)])
+def test_pictures_of_the_page_are_kept(name: str, width: int, run: Callable[..., Path], tmp_path: Path) -> None:
+    """In the folder named by GRADVEIL_ARTIFACTS, for people to look at."""
+    folder = Path(os.environ.get("GRADVEIL_ARTIFACTS") or tmp_path).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    shot = folder / f"report-{name}.png"
+    shot.unlink(missing_ok=True)
+    page = write_report(run()).as_uri()
+    how = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2400", "--hide-scrollbars"]
+    subprocess.run(
+        [str(CHROMIUM), *QUIET, *how, f"--screenshot={shot}", page], capture_output=True, timeout=120, check=True
+    )
+    from PIL import Image
+
+    with Image.open(shot) as picture:
+        assert picture.height == 2400
+        assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20, "a page, not an empty sheet"
