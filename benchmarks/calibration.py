@@ -67,7 +67,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--audits", type=int, default=60, help="null audits, two of each seed")
     arguments.add_argument("--victims", type=int, default=8)
-    arguments.add_argument("--attack", nargs="*", default=["rgap", "swift:restarts=0,cycles=0,adam_steps=100"])
+    arguments.add_argument("--attack", nargs="*", default=["rgap", "swift:restarts=0,cycles=0,adam_steps=0"])
     arguments.add_argument("--out", type=Path, default=Path("docs/results/calibration.md"))
     given = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

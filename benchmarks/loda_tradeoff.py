@@ -19,37 +19,16 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil import __version__
-from gradveil.data import DataSet, load
+from gradveil.data import load
 from gradveil.defenses.data.loda import Loda
 from gradveil.defenses.registry import parse
 from gradveil.files import write_json
 from gradveil.metrics import identify, psnr, ssim
-from gradveil.models import build
+from gradveil.recipes.measures import accuracy
 from gradveil.types import Batch, generator
-
-
-def accuracy(spec: str, train: Batch, data: DataSet, epochs: int, seed: int) -> float:
-    """Of a fresh network on the clean test part, after SGD with momentum and a one-cycle rate."""
-    model = build(spec, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
-    mean, std, rng = data.mean.view(-1, 1, 1), data.std.view(-1, 1, 1), generator(seed, "training")
-    batches = max(1, len(train) // 50)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=epochs * batches)
-    model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(train), generator=rng).chunk(batches):
-            optimizer.zero_grad()
-            F.cross_entropy(model((train.x[rows] - mean) / std), train.y[rows]).backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    with torch.no_grad():
-        found = torch.cat([model((x - mean) / std).argmax(dim=1) for x in data.test.x.split(250)])
-    return float((found == data.test.y).float().mean())
 
 
 def likeness(original: Batch, shown: Tensor, pool: Batch) -> dict[str, float]:

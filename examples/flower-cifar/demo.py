@@ -41,8 +41,11 @@ def demo(defense: str, victims: int, rounds: int, attack: str, out: Path) -> Non
             for folder in (one, many):
                 shutil.rmtree(folder, ignore_errors=True)
             quick = settings(one, rounds=1, images=1, batch_size=1, local_epochs=1)
+            print(f"{name}: one round with a single image a client …", flush=True)
             here.run(app, quick, "--federation-config", nodes, timeout=600)
+            print(f"{name}: {rounds} rounds of training …", flush=True)
             here.run(app, settings(many, rounds=rounds), "--federation-config", nodes, timeout=1800)
+            print(f"{name}: attacking {victims} clients …", flush=True)
             accuracy = json.loads((many / "accuracy.json").read_text())["acc_test"][-1]
             told[name] = {
                 "defense": line or "none",

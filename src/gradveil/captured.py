@@ -16,6 +16,7 @@ from gradveil.attacks.base import Attack, Budget
 from gradveil.errors import UserError
 from gradveil.files import write_atomic, write_json, write_tensors
 from gradveil.gradients import ModelFunction
+from gradveil.losses import DEFAULT, find_loss, takes_classes
 from gradveil.types import Level, LocalTraining, Observation, Reconstruction, Sighting, Tensors, Update, observe
 from gradveil.updates import difference, fit_to_model, load_tensors, load_update
 
@@ -69,6 +70,7 @@ def attack(
     input_shape: Sequence[int] | None = None,
     attacks: Sequence[str | Attack] = ("linear", "rgap", "swift"),
     *,
+    loss: str | Callable[..., Any] = DEFAULT,
     num_classes: int | None = None,
     batch_size: int | None = None,
     mean: Iterable[float] | None = None,
@@ -92,7 +94,7 @@ def attack(
     shape = _shape(input_shape if input_shape is not None else facts.get("input_shape"))
     classes = num_classes or facts.get("num_classes")
     module = _module(model, shape, classes)
-    function = ModelFunction(module)
+    function = ModelFunction(module, find_loss(loss))
     state = function.state()
     if before is not None:
         state, sent = _states(function, state, before, after, update, sent)
@@ -106,8 +108,8 @@ def attack(
         sent = Update({n: -t / training.lr for n, t in tensors.items()}, "gradient", size)
         tensors, training = sent.tensors, LocalTraining()
     found = _classes(function, state, shape)
-    if classes is not None and _number(classes, "number of classes", 2, 10**6) != found:
-        raise UserError(f"the model tells {found} classes apart, not {classes}.")
+    if classes is not None and _number(classes, "number of classes", 1, 10**6) != found:
+        raise UserError(f"the model has {found} outputs, not {classes}.")
     classes = found
     observation = observe(
         function,
@@ -118,6 +120,7 @@ def attack(
         std=_channels(std if std is not None else facts.get("std"), shape[0], 1.0),
         level=knowledge,
         training=training,
+        has_classes=takes_classes(function.loss_fn, classes),
     )
     if labels is not None:
         observation = _with_labels(observation, labels, size, classes)
@@ -136,14 +139,18 @@ def _run(
     found = Rebuilt()
     methods = [attack_methods.parse(a) for a in attacks]
     for method in methods:
-        reason = method.applies(observation)
+        reason = method.why_not(observation)
         if reason:
             found.not_applicable[method.spec] = reason
             continue
         tick = (lambda done, total, name=method.spec: progress(name, done, total)) if progress else None
-        answer = method([observation], seed=seed, budget=budget, progress=tick)[0]
-        found.by_attack[method.spec] = answer
-        found.fit[method.spec] = _fit(observation, answer, RelativeL2())
+        try:
+            answer = method([observation], seed=seed, budget=budget, progress=tick)[0]
+            fit = _fit(observation, answer, RelativeL2())
+        except (Exception, SystemExit) as error:  # one that fails on this update or model; the others may not
+            found.not_applicable[method.spec] = f"it failed ({type(error).__name__}: {' '.join(str(error).split())})"
+            continue
+        found.by_attack[method.spec], found.fit[method.spec] = answer, fit
     if not found.by_attack:
         reasons = "; ".join(f"{name}: {why}" for name, why in found.not_applicable.items())
         raise UserError(f"no attack applies ({reasons}).")
@@ -232,11 +239,12 @@ def _classes(function: ModelFunction, state: Tensors, shape: tuple[int, int, int
     try:
         with torch.no_grad():
             output = function(state, torch.zeros(2, *shape), function.draw_noise(2, torch.Generator()))
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (Exception, SystemExit) as error:  # whatever a user's forward pass raises is the message
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the model does not take images of {'×'.join(map(str, shape))}: {reason}") from None
-    if output.ndim != 2:
-        raise UserError(f"the model's output has shape {tuple(output.shape)}; a row of classes an image is needed.")
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim != 2:
+        found = f"{output.dtype} of {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UserError(f"the model's output is {found}; a row of scores for each image is needed.")
     return int(output.shape[-1])
 
 
@@ -263,6 +271,8 @@ def _channels(given: Any, channels: int, default: float) -> Tensor:
 def _with_labels(observation: Observation, labels: Sequence[int], size: int, classes: int) -> Observation:
     from dataclasses import replace
 
+    if not observation.has_classes:
+        raise UserError("under this loss an image has a row of numbers and no class; leave out the labels.")
     if len(labels) != size or not all(0 <= label < classes for label in labels):
         raise UserError(f"{len(labels)} labels for a batch of {size}; each must be below {classes}.")
     return replace(observation, knowledge=replace(observation.knowledge, labels=torch.tensor(list(labels))))

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
     """Bad input. The command line prints its text as one line and exits with code 2."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """A value from outside for a message: a few words of it, however large it is."""
+    return _SHORT.repr(value)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> UserError:

@@ -28,6 +28,16 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y)
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of its own, or one line on why there is none. Half precision becomes single: attacks need its digits."""
+    try:
+        own = copy.deepcopy(module)
+        return own.float() if any(p.dtype in (torch.half, torch.bfloat16) for p in own.parameters()) else own
+    except Exception as error:  # a user's own class, which may hold anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"the model cannot be copied ({type(error).__name__}: {reason}).") from None
+
+
 class ModelFunction:
     """A module as a function of (state, images), in one mode, with the loss that both sides use.
 
@@ -39,7 +49,7 @@ class ModelFunction:
     def __init__(self, module: nn.Module, loss: Loss = cross_entropy, mode: Mode = "eval"):
         self.loss_fn = loss
         self.mode: Mode = mode
-        self.module = copy.deepcopy(module)
+        self.module = copied(module)
         self.module.train(mode == "train")
         for part in self.module.modules():
             if getattr(part, "inplace", False):

@@ -28,7 +28,7 @@ from gradveil.data.readers.npz import read_npz
 from gradveil.data.resize import fit
 from gradveil.defenses import Defense, Setup, Step, parse
 from gradveil.errors import UserError
-from gradveil.files import write_json, write_tensors
+from gradveil.files import LOCK, DiskFull, alone_in, room_for, sync_folder, write_json, write_tensors
 from gradveil.gradients import ModelFunction
 from gradveil.types import Batch, Tensors, generator
 
@@ -79,19 +79,25 @@ def protect_files(
     _check_target(source, target, found, soft)
     others = _public(public, found.batch.x, seed) if public else None
     mean, std = _normalisation(others, found.batch.x.shape[1])
-    job = Job(_work_folder(target, _key(method, found, others, seed)), others, found.classes, mean, std, seed, progress)
-    done = found.batch
-    try:
-        for place, part in enumerate(method.parts):  # each on what the one before it made, partners for mixing included
-            done = job.apply(part, place, done)
-    except UserError:  # nothing to go on with
-        shutil.rmtree(job.work)
-        raise
-    if found.files is None or soft:
-        _write_npz(target, job.work, found, done, {"mean": mean, "std": std} if soft else {})
-    else:
-        _write_folder(target, job.work, found, done)
-    shutil.rmtree(job.work)
+    work, done = target.parent / f".{target.name}.unfinished", found.batch
+    with room_for(target), alone_in(work, "protect"):
+        _clear(work, _key(method, found, others, seed))
+        job = Job(work, others, found.classes, mean, std, seed, progress)
+        try:
+            for place, part in enumerate(
+                method.parts
+            ):  # each on what the one before made, partners for mixing included
+                done = job.apply(part, place, done)
+        except DiskFull:
+            raise
+        except UserError:  # nothing to go on with
+            shutil.rmtree(work)
+            raise
+        if found.files is None or soft:
+            _write_npz(target, work, found, done, {"mean": mean, "std": std} if soft else {})
+        else:
+            _write_folder(target, work, found, done)
+        shutil.rmtree(work)
     return Copy(target, found.batch, done)
 
 
@@ -179,15 +185,15 @@ def _key(method: Defense, found: Source, public: Batch | None, seed: int) -> str
     return key.hexdigest()
 
 
-def _work_folder(target: Path, key: str) -> Path:
-    """The folder of finished batches; those of another run are of no use."""
-    work = target.parent / f".{target.name}.unfinished"
+def _clear(work: Path, key: str) -> None:
+    """Finished batches of another run are of no use."""
     note = work / "run.json"
-    if work.exists() and (not note.exists() or json.loads(note.read_text()).get("key") != key):
-        shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
+    if note.exists() and json.loads(note.read_text()).get("key") == key:
+        return
+    for path in work.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_json(note, {"key": key})
-    return work
 
 
 @dataclass(frozen=True)
@@ -261,7 +267,10 @@ def _write_npz(target: Path, work: Path, found: Source, done: Batch, more: Tenso
         arrays["class_names"] = np.array(found.class_names)
     temporary = work / "copy.npz"
     np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
     os.replace(temporary, target)
+    sync_folder(target.parent)
 
 
 def _write_folder(target: Path, work: Path, found: Source, done: Batch) -> None:
@@ -271,7 +280,10 @@ def _write_folder(target: Path, work: Path, found: Source, done: Batch) -> None:
     for path, image in zip(_names(found.files), _pixels(done.x), strict=True):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / path)
+    if hasattr(os, "sync"):
+        os.sync()  # all of the pictures at once: one by one takes minutes
     os.replace(folder, target)
+    sync_folder(target.parent)
 
 
 def _names(files: tuple[Path, ...]) -> list[Path]:

@@ -18,7 +18,7 @@ import pydantic
 from pydantic.dataclasses import dataclass as _pydantic_dataclass
 from typing_extensions import dataclass_transform
 
-from gradveil.errors import UserError, unknown
+from gradveil.errors import UserError, shown, unknown
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -83,7 +83,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, of: str) -> T:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"]) or "settings"
-        raise UserError(f"'{of}': {where}={first['input']!r}: {first['msg'].lower()}.") from None
+        raise UserError(f"'{of}': {where}={shown(first['input'])}: {first['msg'].lower()}.") from None
 
 
 def _sequence(value: Any, field: dataclasses.Field[Any]) -> Any:

@@ -26,7 +26,10 @@ Kind = Literal["gradient", "delta"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Private images (n × C × H × W, in [0, 1]) and labels (n class numbers, or n × classes when soft)."""
+    """Private images (n × C × H × W, in [0, 1]) and labels (n class numbers, or n × classes when soft).
+
+    Where the loss takes no classes, a label is the row of numbers that is the image's target.
+    """
 
     x: Tensor
     y: Tensor
@@ -133,10 +136,11 @@ class Observation:
     model: ModelFunction
     seen: tuple[Sighting, ...]
     input_shape: tuple[int, int, int]
-    num_classes: int
+    num_classes: int  # outputs of the model
     mean: Tensor
     std: Tensor
     knowledge: Knowledge = field(default_factory=Knowledge)
+    has_classes: bool = True  # False: targets are a row of numbers an image (multi-label, regression)
 
     @property
     def state(self) -> Tensors:
@@ -165,9 +169,15 @@ class Reconstruction:
 
         parts = [f"score {self.score:.3g}", f"{self.iterations} iterations", f"{self.seconds:.1f} s"]
         if self.labels is not None:
-            hard = self.labels if self.labels.ndim == 1 else self.labels.argmax(dim=1)
-            parts.insert(0, "labels " + ", ".join(str(v) for v in hard.tolist()))
+            parts.insert(0, "labels " + labels_text(self.labels))
         return figure(self.images, " · ".join(parts + ([f"failed: {self.failed}"] if self.failed else [])))
+
+
+def labels_text(labels: Tensor) -> str:
+    """Labels or rows of targets, for people."""
+    if labels.ndim == 1:
+        return ", ".join(str(v) for v in labels.tolist())
+    return "; ".join(" ".join(f"{v:.3g}" for v in row) for row in labels.tolist())
 
 
 def observe(
@@ -183,6 +193,7 @@ def observe(
     defense: Any = None,
     public: Batch | None = None,
     trace: Trace | None = None,
+    has_classes: bool = True,
 ) -> Observation:
     """The one door between client and adversary: copies what was sent, and of the trace only what `level` grants."""
     training = training or LocalTraining()
@@ -202,7 +213,7 @@ def observe(
     )
     # The state is the server's own and may be large, so victims of one round share it; what was sent is copied.
     sightings = tuple(Sighting(s.state, s.update.copy(), s.group) for s in seen)
-    return Observation(model, sightings, input_shape, num_classes, mean.clone(), std.clone(), knowledge)
+    return Observation(model, sightings, input_shape, num_classes, mean.clone(), std.clone(), knowledge, has_classes)
 
 
 def generator(*key: int | str) -> torch.Generator:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import rows_at_once
 from gradveil.defenses.base import Defense, Step
 from gradveil.types import Observation, Tensors
 
@@ -79,3 +80,32 @@ class Crooked(Attack):
     def run(self, target: Target) -> Answer:
         seen = list(target.state.values())[-1]
         return Answer(torch.zeros(target.shape), torch.full((target.shape[0],), float(seen.sum())))
+
+
+class Hungry(Attack):
+    """Takes 200 MB a row of what its process may still have, which is 300 MB: by a limit of the system's, not a fake."""
+
+    def run(self, target: Target) -> Answer:
+        import resource
+        from pathlib import Path
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 300 * 2**20
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+        try:
+            rows = min(rows_at_once(target) or target.shape[0], target.shape[0])
+            torch.ones(self.least(rows) * 200 * 2**20 // 4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        return Answer(torch.zeros(target.shape), torch.zeros(target.shape[0]))
+
+    def least(self, rows: int) -> int:
+        return rows
+
+
+class Insatiable(Hungry):
+    """However little it is given to do at once, it wants more than there is."""
+
+    def least(self, rows: int) -> int:
+        return 2

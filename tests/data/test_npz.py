@@ -47,7 +47,7 @@ BAD = {
     "20 images but 19 labels": {"images": X, "labels": Y[1:]},
     "label -1 is negative": {"images": X, "labels": Y - 1},
     "no class number": {"images": X, "labels": Y + 2**40},
-    "labels are float64": {"images": X, "labels": Y.astype(float)},
+    "labels are floats": {"images": X, "labels": Y.astype(float)},
     "labels are <U21": {"images": X, "labels": Y.astype(str)},
     "labels are 20×4": {"images": X, "labels": np.eye(4, dtype=int)[Y]},
     "from 0 to 2": {"images": np.where(X > 250, 2.0, 0.0), "labels": Y},

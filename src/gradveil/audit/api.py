@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradveil.attacks.base import Attack
 from gradveil.audit.case import Case
+from gradveil.audit.limits import parse_size
 from gradveil.audit.progress import display_on
 from gradveil.audit.run import run_audit
 from gradveil.audit.spec import SUITE, make_spec, read_spec
@@ -29,6 +30,9 @@ def audit(
     budget: str | None = None,
     out: str | Path | None = None,
     workers: int | None = None,
+    memory: str | int | None = None,
+    device: str = "cpu",
+    ray: str | None = None,
     quiet: bool = False,
     config: str | Path | None = None,
     **more: Any,
@@ -39,19 +43,22 @@ def audit(
     control `none` is always added. `more` are the other settings of an audit: victims, batch_size, local_steps,
     knowledge, seed, utility … With `out`, the run is stored there and the same call resumes it; without, the folder is
     temporary and goes with the report, unless `report.save` copies it. Objects are audited in this process, names and
-    `pkg.mod:factory` by `workers` processes.
+    `pkg.mod:factory` by `workers` processes, or by the Ray cluster at the address `ray`. `memory` (bytes, or "4G") bounds
+    what batched computations take.
     """
     named = {"data": data, "model": model, "defenses": defenses, "budget": budget}
     given = {key: value for key, value in named.items() if value is not None} | more
     if config is None or attacks != SUITE:
         given["attacks"] = attacks
     case = Case(make_spec(given) if config is None else read_spec(Path(config), **given))
-    shown = display_on(Console(stderr=True), quiet)
+    size = memory if memory is None or isinstance(memory, int) else parse_size(memory)
+    how: dict[str, Any] = {"workers": workers, "memory": size, "device": device, "ray": ray}
+    how["display"] = display_on(Console(stderr=True), quiet)
     if out is not None:
-        return run_audit(case, Path(out), workers=workers, display=shown)
+        return run_audit(case, Path(out), **how)
     folder = Path(tempfile.mkdtemp(prefix="gradveil-"))
     try:
-        report = run_audit(case, folder, workers=workers, display=shown)
+        report = run_audit(case, folder, **how)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

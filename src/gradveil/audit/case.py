@@ -22,7 +22,8 @@ from gradveil.audit.spec import AuditSpec, written
 from gradveil.defenses.base import Defense
 from gradveil.errors import UserError
 from gradveil.federation.rounds import seeded
-from gradveil.gradients import ModelFunction
+from gradveil.gradients import ModelFunction, copied
+from gradveil.losses import DEFAULT, check_loss, find_loss, loss_name
 from gradveil.types import Batch, LocalTraining, Tensors, generator
 
 # What makes two audits the same case: they may share a folder, and one resumes the other.
@@ -48,17 +49,39 @@ class Case:
 
     def __init__(self, spec: AuditSpec):
         self.spec = spec
-        self.data = data_sets.load(spec.data, seed=spec.seed, num_classes=spec.num_classes)
+        self.loss = find_loss(spec.loss)
+        rows = spec.loss != DEFAULT
+        self.data = data_sets.load(spec.data, seed=spec.seed, num_classes=spec.num_classes, rows=rows)
+        if spec.utility and not self.data.has_classes:
+            raise UserError("the utility is an accuracy, and the targets of this data are no classes; leave it out.")
         shape, classes = self.data.input_shape, self.data.num_classes
         module = models.build(spec.model, input_shape=shape, num_classes=classes, seed=spec.seed)
-        self.server = copy.deepcopy(module).cpu().float()
+        self.server = copied(module).cpu().float()
         self.training = LocalTraining(epochs=spec.local_steps, lr=spec.local_lr if spec.local_steps > 1 else None)  # type: ignore[call-arg]
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
+        self._try_loss()
         random = generator(spec.seed, "victims")
         self.victims = pick_victims(self.data.private.hard_labels, spec.victims, spec.batch_size, random)
         for defense in self.defenses.values():
             if "model" in defense.stages:  # a defense that does not fit the model is refused at once
-                self.function(defense)
+                self._try(defense)
+
+    def _try_loss(self) -> None:
+        some = self.data.private[:2]
+        with torch.no_grad():
+            outputs = copied(self.server).eval()(some.x)
+        check_loss(self.loss, outputs, some.y)
+
+    def _try(self, defense: Defense) -> None:
+        try:
+            self.function(defense)
+        except (Exception, SystemExit) as error:  # from the user's model, which the defense looks into
+            if isinstance(error, UserError):
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"defense '{defense.spec}' cannot change this model ({type(error).__name__}: {reason})."
+            ) from None
 
     # -- what is attacked --------------------------------------------------------------------------------------------
 
@@ -111,7 +134,7 @@ class Case:
         with seeded(self.spec.seed, "network"):
             module = defense.model(module, self.data.input_shape)
         _load(module, known)
-        function = ModelFunction(module)
+        function = ModelFunction(module, self.loss)
         return function, function.state()
 
     # -- what it is called -------------------------------------------------------------------------------------------
@@ -125,7 +148,7 @@ class Case:
     @cached_property
     def model_hash(self) -> str:
         kinds = dict.fromkeys(type(m) for m in self.server.modules())
-        return _digest(self.server.state_dict(), repr(self.server), *(source_of(k) for k in kinds))
+        return _digest(self.server.state_dict(), _layers(self.server), *(source_of(k) for k in kinds))
 
     @property
     def names(self) -> dict[str, str]:
@@ -133,7 +156,8 @@ class Case:
         spec, found = self.spec, {"data": self.data.name, "model": type(self.server).__name__}
         hashes = {"data": self.data_hash, "model": self.model_hash}
         given = {"data": spec.data, "model": spec.model}
-        return {n: v if isinstance(v, str) else f"{found[n]}@{hashes[n][:8]}" for n, v in given.items()}
+        names = {n: v if isinstance(v, str) else f"{found[n]}@{hashes[n][:8]}" for n, v in given.items()}
+        return names | ({"loss": loss_name(spec.loss)} if spec.loss != DEFAULT else {})
 
     @cached_property
     def terms(self) -> dict[str, Any]:
@@ -176,6 +200,14 @@ def source_of(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):  # typed into a console: there is no file to read
         return kind.__qualname__
+
+
+def _layers(module: nn.Module) -> str:
+    """Its repr; where a class of the user's has none, the kinds of its parts."""
+    try:
+        return repr(module)
+    except Exception:
+        return " ".join(f"{path}:{type(part).__qualname__}" for path, part in module.named_modules())
 
 
 def _digest(tensors: Tensors, *texts: str) -> str:

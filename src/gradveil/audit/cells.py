@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from gradveil import models
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, Target
+from gradveil.attacks.budget import row_bytes
 from gradveil.audit.case import Case
+from gradveil.audit.device import OnDevice, moved, returned
+from gradveil.audit.limits import CPU, NO_LIMITS, Limits, OutOfMemory, out_of_memory
 from gradveil.audit.plan import Cell
 from gradveil.audit.spec import CONTROL, Utility
 from gradveil.audit.store import RunFolder
@@ -25,6 +28,7 @@ from gradveil.defenses.base import Defense
 from gradveil.errors import UserError
 from gradveil.federation import History, train, train_central
 from gradveil.federation.rounds import seeded
+from gradveil.files import DiskFull
 from gradveil.gradients import ModelFunction
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.types import Batch, Observation, Reconstruction, Sighting, Tensors, Trace, Update, observe
@@ -40,6 +44,7 @@ class Work:
     case: Case
     folder: RunFolder
     progress: Progress
+    limits: Limits
 
     @property
     def defense(self) -> Defense:
@@ -61,8 +66,13 @@ class Work:
         return None
 
 
-def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Progress) -> dict[str, Any]:
-    """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on."""
+def run_cell(
+    cell: Cell, case: Case, folder: RunFolder, progress: Progress, limits: Limits = NO_LIMITS
+) -> dict[str, Any]:
+    """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on.
+
+    A first try that runs out of memory raises `OutOfMemory`, and nothing is stored.
+    """
     blocked = next((found for key in cell.needs if (found := folder.outcome(key))["status"] != "ok"), None)
     if blocked:
         why = {"status": blocked["status"], "error": blocked["error"], "traceback": blocked.get("traceback")}
@@ -71,10 +81,14 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Progress) -> d
     try:
         # A method that draws from torch's global stream must not depend on what ran before it in this process.
         with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
-            content, tensors = _DO[cell.kind](Work(cell, case, folder, progress))
+            content, tensors = _DO[cell.kind](Work(cell, case, folder, progress, limits))
+    except DiskFull:  # no fault of the method's, and nothing can be stored
+        raise
     except UserError as error:  # a method that says it does not fit here
         return folder.write(cell, {"status": "not applicable", "error": str(error)})
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a user's model may do anything
+        if out_of_memory(error) and not limits.again:
+            raise OutOfMemory(str(error)) from None
         line = " ".join(f"{type(error).__name__}: {error}".split())
         return folder.write(cell, {"status": "failed", "error": line[:300], "traceback": traceback.format_exc()})
     return folder.write(cell, {"seconds": time.perf_counter() - begun, **content}, tensors)
@@ -97,7 +111,10 @@ Result = tuple[dict[str, Any], Tensors | None]
 # -- observe: what the clients send ----------------------------------------------------------------------------------
 
 
-def _observe(work: Work) -> Result:
+def _observe(work: Work, *, everything: bool = False) -> Result:
+    """The updates of all victims, and what only the judge knows: the images fed and the secrets, unless no pictures
+    are to be written."""
+    private = everything or work.case.spec.pictures != "none"
     case, defense = work.case, work.defense
     function, state = case.function(defense, work.attack, work.needed("train"))
     client = _client(work, function, state, defense)
@@ -113,8 +130,9 @@ def _observe(work: Work) -> Result:
         for u in range(case.spec.updates):
             update, trace = client.round(state, batch, v, u, protected=protected)
             stored |= {f"{v}/{u}/update/{n}": t for n, t in update.tensors.items()}
-            stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**hidden, **trace.secrets}.items()}
-            stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}
+            if private:
+                stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**hidden, **trace.secrets}.items()}
+                stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}
             silent += not any(bool(t.any()) for t in update.tensors.values())
             broken += not all(bool(t.isfinite().all()) for t in update.tensors.values())
             if u == 0:
@@ -172,13 +190,7 @@ def _attack(work: Work) -> Result:
     observations, traces = _observations(work, function, state)
     for observation in observations:
         attack._check(observation)
-    found = attack(
-        observations,
-        seed=case.spec.seed,
-        budget=case.spec.budget,
-        progress=work.progress,
-        cache=work.folder.cache,
-    )
+    found = _carry_out(work, attack, observations)
     originals = [case.batch(v) for v in range(case.spec.victims)]
     # An answer that is not finite is scored as mid-grey and counted, not replaced by something presentable.
     images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in found]
@@ -205,13 +217,32 @@ def _attack(work: Work) -> Result:
         "iterations": max(r.iterations for r in found),
         "granted": observations[0].knowledge.granted(),
     }
-    return content, tensors
+    return content, None if case.spec.pictures == "none" else tensors
+
+
+def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
+    """The attack itself, within the limits and on the device that it is given."""
+    spec, limits = work.case.spec, work.limits
+    memory = limits.memory
+    if limits.again:
+        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
+        restarts = getattr(attack, "restarts", 1)
+        taken = row_bytes(whole) * len(observations) * (max(1, restarts) if isinstance(restarts, int) else 1)
+        memory = min(taken, memory or taken) // 2
+    how: dict[str, Any] = {"seed": spec.seed, "budget": spec.budget, "progress": work.progress}
+    how |= {"memory": memory, "cache": work.folder.cache}
+    if limits.device == CPU:
+        return attack(observations, **how)
+    with OnDevice(limits.device):
+        return returned(attack(moved(observations, limits.device), **how))
 
 
 def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[list[Observation], list[Trace]]:
     """The stored updates as the adversary sees them, and the traces that only the judge reads."""
     case, stored = work.case, work.needed("observe")
     assert stored is not None
+    if case.spec.pictures == "none":  # then images were not stored; the same seeds give the same ones
+        stored = {**(_observe(work, everything=True)[1] or {}), **stored}
     parts: dict[tuple[int, int], dict[str, Tensors]] = {}
     for path, tensor in stored.items():
         victim, draw, what, name = path.split("/", 3)
@@ -238,6 +269,7 @@ def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[
             defense=work.defense,
             public=case.public,
             trace=trace,
+            has_classes=case.data.has_classes,
         )
         observations.append(observation)
         traces.append(trace)
@@ -246,7 +278,7 @@ def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[
 
 def _label_accuracy(truth: Sequence[Batch], found: Sequence[Reconstruction]) -> float | None:
     """The share of labels named rightly; an update does not tell their order, so only how often each occurs counts."""
-    if any(r.labels is None for r in found):
+    if any(r.labels is None or r.labels.ndim == 2 for r in found):  # rows of targets are not counted
         return None
     right = sum(_common(b.hard_labels, r.labels) for b, r in zip(truth, found, strict=True) if r.labels is not None)
     return right / sum(len(b) for b in truth)
@@ -261,7 +293,9 @@ def _by_image(
 ) -> Iterator[dict[str, Any]]:
     for v, (batch, score, answer) in enumerate(zip(originals, scores, found, strict=True)):
         for i in range(len(batch)):
-            guess = None if answer.labels is None else int(answer.labels[score.order[i]])
+            guess = None
+            if answer.labels is not None and answer.labels.ndim == 1:
+                guess = int(answer.labels[score.order[i]])
             yield {
                 "victim": v,
                 "image": i,
@@ -269,7 +303,7 @@ def _by_image(
                 "identified": None if score.identified is None else bool(score.identified[i]),
                 "rank": None if score.rank is None else int(score.rank[i]),
                 "failed": bool(score.failed[i]),
-                "label": int(batch.hard_labels[i]),
+                "label": int(batch.y[i]) if batch.y.ndim == 1 else None,
                 "label_guess": guess,
             }
 
@@ -310,9 +344,11 @@ def _train(work: Work) -> Result:
     case, spec = work.case, work.case.spec
     shared: dict[str, Any] = {"seed": spec.seed, "progress": work.stage, "cache": work.folder.cache}
     if spec.trained_epochs:
-        return {}, train_central(case.server, case.data, work.defense, epochs=spec.trained_epochs, **shared)
+        epochs = spec.trained_epochs
+        return {}, train_central(case.server, case.data, work.defense, epochs=epochs, loss=case.loss, **shared)
     federation = _federation(case, Utility())
-    history = train(case.server, case.data, work.defense, rounds=spec.trained_rounds, **federation, **shared)
+    rounds, loss = spec.trained_rounds, spec.loss
+    history = train(case.server, case.data, work.defense, rounds=rounds, loss=loss, **federation, **shared)
     return {"history": _curves(history)}, history.state
 
 
@@ -322,6 +358,7 @@ def _utility(work: Work) -> Result:
     data, seed = case.data, case.spec.seed
     module = models.build(how.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     shared: dict[str, Any] = {"seed": seed, "progress": work.stage, "cache": work.folder.cache}
+    shared["loss"] = case.spec.loss
     history = train(module, data, work.defense, rounds=how.rounds, **_federation(case, how), **shared)
     return {"history": _curves(history), "events": history.events}, None
 
@@ -329,7 +366,8 @@ def _utility(work: Work) -> Result:
 def _federation(case: Case, how: Utility) -> dict[str, Any]:
     """As many clients and images as asked for, or as there are."""
     clients = min(how.clients, len(case.data.private))
-    return {"clients": clients, "images_per_client": min(how.images, len(case.data.private) // clients)}
+    images = min(how.images, len(case.data.private) // clients)
+    return {"clients": clients, "images_per_client": images, "lr": how.lr, "defended": how.defended}
 
 
 def _curves(history: History) -> dict[str, list[float | None]]:

@@ -22,6 +22,9 @@ class Display:
 
     def end(self, cell: Cell, content: dict[str, Any]) -> None: ...
 
+    def end_early(self, cell: Cell) -> None:
+        """Its process died; it will begin again."""
+
     def stop(self) -> None: ...
 
 
@@ -81,6 +84,10 @@ class Bars(Display):
         self._advance()
         self._show_best(cell, content)
         self._bars.console.print(outcome(cell, content), markup=False, highlight=False, style="dim")
+
+    def end_early(self, cell: Cell) -> None:
+        self._bars.remove_task(self._tasks.pop(cell.key))
+        self._parts.pop(cell.key, None)
 
     def stop(self) -> None:
         self._bars.stop()

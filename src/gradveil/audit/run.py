@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from gradveil.audit.case import Case
+from gradveil.audit.limits import Limits, find_device, share_of_memory
 from gradveil.audit.plan import Plan, make_plan
 from gradveil.audit.progress import Display
 from gradveil.audit.store import RunFolder, default_folder
 from gradveil.audit.verdict import judge
 from gradveil.audit.workers import cores, run_here, run_in_workers
+from gradveil.errors import UserError
 from gradveil.report import Report, write_report
 
 
@@ -24,20 +27,41 @@ class Stopped(KeyboardInterrupt):
 
 
 def run_audit(
-    case: Case, out: Path | None = None, *, workers: int | None = None, display: Display | None = None
+    case: Case,
+    out: Path | None = None,
+    *,
+    workers: int | None = None,
+    display: Display | None = None,
+    memory: int | None = None,
+    device: str = "cpu",
+    ray: str | None = None,
 ) -> Report:
-    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process."""
-    begun = time.perf_counter()
+    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
+
+    `memory` is what all workers together may take for batched computations, in bytes; `ray` the address of a cluster
+    that does the work instead.
+    """
+    begun, where = time.perf_counter(), find_device(device)
+    if ray is not None and not case.spec.in_words:
+        raise UserError(
+            "--ray needs data, model and methods by name or as pkg.mod:factory: objects stay on this machine."
+        )
     plan, shown = make_plan(case), display or Display()
     with RunFolder(out or default_folder(case)).opened(case) as folder:
         left = [cell for cell in plan if folder.read(cell.key) is None]
         shown.start(len(plan), len(plan) - len(left))
         workers = cores() if workers is None else workers
+        here = workers == 0 or not case.spec.in_words
+        limits = Limits(share_of_memory(memory, 1 if here else workers), where)
         try:
-            if workers == 0 or not case.spec.in_words:
-                run_here(left, case, folder, shown)
+            if ray is not None:
+                from gradveil.audit.cluster import run_on_ray
+
+                run_on_ray(left, case, folder, shown, replace(limits, memory=memory), ray)
+            elif here:
+                run_here(left, case, folder, shown, limits)
             else:
-                run_in_workers(left, case, folder, shown, workers)
+                run_in_workers(left, case, folder, shown, workers, limits)
         except KeyboardInterrupt:
             done = sum(folder.read(cell.key) is not None for cell in plan)
             raise Stopped(folder.path, done, len(plan)) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -14,7 +14,8 @@ from gradveil import attacks as attack_methods
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
 from gradveil.defenses.base import Defense
-from gradveil.errors import UserError, unknown
+from gradveil.errors import UserError, shown, unknown
+from gradveil.losses import DEFAULT
 from gradveil.types import Level
 
 SUITE = "standard"
@@ -32,6 +33,8 @@ class Utility(BaseModel):
     clients: int = Field(10, ge=1)
     images: int = Field(200, ge=1)  # of each client
     model: str = "cnn"
+    lr: float = Field(0.05, gt=0)
+    defended: Literal["all"] | Annotated[int, Field(ge=1)] = "all"  # or how many clients: crafting defenses cost much
 
 
 class AuditSpec(BaseModel):
@@ -41,6 +44,7 @@ class AuditSpec(BaseModel):
 
     data: Any = "mnist-5k"
     model: Any = "lenet"
+    loss: Any = DEFAULT  # or multi-label, regression, pkg.mod:factory, a function of (outputs, targets)
     defenses: tuple[str | Defense, ...] = Field((), validate_default=True)
     attacks: tuple[str | Attack, ...] = Field((SUITE,), validate_default=True)
     victims: int = Field(8, ge=1)
@@ -87,7 +91,7 @@ class AuditSpec(BaseModel):
     @property
     def in_words(self) -> bool:
         """Whether all of it is text, so that another process can be told what to do."""
-        return all(isinstance(part, str) for part in (self.data, self.model, *self.defenses, *self.attacks))
+        return all(isinstance(part, str) for part in (self.data, self.model, self.loss, *self.defenses, *self.attacks))
 
     def plain(self, **names: str) -> dict[str, Any]:
         """As YAML holds it; `names` stand for the objects that have no text of their own."""
@@ -127,7 +131,7 @@ def make_spec(values: dict[str, Any]) -> AuditSpec:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}={first['input']!r}: {first['msg'].lower()}.") from None
+        raise UserError(f"{where}={shown(first['input'])}: {first['msg'].lower()}.") from None
 
 
 def read_spec(file: Path, **given: Any) -> AuditSpec:
@@ -136,7 +140,7 @@ def read_spec(file: Path, **given: Any) -> AuditSpec:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file}: {(error.strerror or 'cannot be read').lower()}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: an audit is written as `key: value` lines; there are: {_fields()}.")
@@ -169,7 +173,7 @@ def _distinct(methods: list[Any], meaning: Callable[[Any], str]) -> tuple[Any, .
     first: dict[str, Any] = {}
     for method in methods:
         if not isinstance(method, (str, Defense, Attack)):
-            raise UserError(f"{method!r} is no method; write name or name:key=value,key=value.")
+            raise UserError(f"{shown(method)} is no method; write name or name:key=value,key=value.")
         one = method.strip() if isinstance(method, str) else method
         first.setdefault(meaning(one), one)
     return tuple(first.values())

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 
 from gradveil import __version__
 from gradveil.audit.case import Case
 from gradveil.audit.plan import Cell
 from gradveil.errors import UserError
-from gradveil.files import write_json, write_tensors, write_text
+from gradveil.files import LOCK, alone_in, write_json, write_tensors, write_text
 from gradveil.types import Tensors
 
-_LOCK = ".lock"
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 
 
@@ -37,18 +35,8 @@ class RunFolder:
     def opened(self, case: Case) -> Iterator[RunFolder]:
         """Make the folder, or take up one that holds the same case, and keep others out of it meanwhile."""
         self.check(case)
-        lock = FileLock(self.path / _LOCK, timeout=0)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with alone_in(self.path, "audit"):
             os.chmod(self.path, 0o700)  # it will hold private images
-            lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"{self.path}: another audit is writing there; wait for it, or choose another --out."
-            ) from None
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot write there ({(error.strerror or str(error)).lower()}).") from None
-        try:
             for leftover in [*self.path.glob(".*.*"), *self.path.glob("*/.*")]:
                 leftover.unlink(missing_ok=True)  # of a writer that was killed
             environment = {**self.environment, **environment_of(case)}
@@ -56,8 +44,6 @@ class RunFolder:
             text = yaml.safe_dump(case.spec.plain(**case.names), sort_keys=False, allow_unicode=True)
             write_text(self.path / "audit.yaml", f"# gradveil {__version__}\n{text}")
             yield self
-        finally:
-            lock.release()
 
     def check(self, case: Case) -> None:
         if not self.path.exists():
@@ -67,7 +53,7 @@ class RunFolder:
         found = {p.name for p in self.path.iterdir()}
         if "audit.yaml" not in found:
             # A run that was killed as it began has at most these.
-            if found - {_LOCK, "environment.json"} - {n for n in found if n.startswith(".")}:
+            if found - {LOCK, "environment.json"} - {n for n in found if n.startswith(".")}:
                 raise UserError(f"{self.path} is not empty and holds no audit; choose another --out.")
             return
         try:

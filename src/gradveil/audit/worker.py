@@ -38,6 +38,7 @@ def main() -> None:
 
     from gradveil.audit.case import Case
     from gradveil.audit.cells import run_cell
+    from gradveil.audit.limits import Limits, OutOfMemory
     from gradveil.audit.plan import Cell
     from gradveil.audit.spec import make_spec
     from gradveil.audit.store import RunFolder
@@ -58,9 +59,18 @@ def main() -> None:
             last = time.monotonic()
             say(event="progress", done=done, total=total)
 
+    device = torch.device(first["device"])
     while True:
-        cell = Cell.read(cells.get())
-        run_cell(cell, case, folder, progress)
+        task = cells.get()
+        limits = Limits(first["memory"], device, task["again"])
+        try:
+            run_cell(Cell.read(task["cell"]), case, folder, progress, limits)
+        except OutOfMemory as error:  # a fresh process has all of the memory
+            say(event="short", error=" ".join(str(error).split())[:200])
+            return
+        except UserError as error:  # the disk is full
+            say(event="refused", error=str(error))
+            return
         say(event="done")
 
 

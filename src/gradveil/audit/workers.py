@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -11,11 +12,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from gradveil.audit.case import Case
 from gradveil.audit.cells import run_cell
+from gradveil.audit.limits import NO_LIMITS, Limits, OutOfMemory
 from gradveil.audit.plan import Cell
 from gradveil.audit.progress import Display
 from gradveil.audit.store import RunFolder
@@ -31,7 +34,9 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def run_here(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display) -> None:
+def run_here(
+    cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, limits: Limits = NO_LIMITS
+) -> None:
     """One after another in this process, in the order of the plan."""
     for cell in cells:
         display.begin(cell)
@@ -39,13 +44,23 @@ def run_here(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Disp
         def progress(done: int, total: int, cell: Cell = cell) -> None:
             display.progress(cell, done, total)
 
-        display.end(cell, run_cell(cell, case, folder, progress))
+        try:
+            content = run_cell(cell, case, folder, progress, limits)
+        except OutOfMemory:
+            gc.collect()
+            content = run_cell(cell, case, folder, progress, replace(limits, again=True))
+        display.end(cell, content)
 
 
-def run_in_workers(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, workers: int) -> None:
+def run_in_workers(
+    cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, workers: int, limits: Limits = NO_LIMITS
+) -> None:
+    """A cell whose worker dies or runs out of memory is tried once more, in a new one, and then given up."""
     waiting, done = list(cells), {key for cell in cells for key in cell.needs} - {cell.key for cell in cells}
     inbox: queue.Queue[tuple[Worker, Message | None]] = queue.Queue()
-    first = {"spec": case.spec.plain(), "folder": str(folder.path.absolute()), "path": sys.path}
+    first: Message = {"spec": case.spec.plain(), "folder": str(folder.path.absolute()), "path": sys.path}
+    first |= {"memory": limits.memory, "device": str(limits.device)}
+    again: set[str] = set()
     crew = [Worker(first, inbox) for _ in range(min(workers, len(waiting)))]
     try:
         while waiting or any(w.cell for w in crew):
@@ -53,11 +68,22 @@ def run_in_workers(cells: Sequence[Cell], case: Case, folder: RunFolder, display
                 ready = next((c for c in waiting if done.issuperset(c.needs)), None)
                 if worker.cell is None and ready:
                     waiting.remove(ready)
-                    worker.take(ready)
+                    worker.take(ready, again=ready.key in again)
                     display.begin(ready)
             worker, message = inbox.get()
             if message is None:
-                _bury(worker, folder, display, done)
+                why = worker.last_words()
+                if not worker.ready:
+                    raise RuntimeError(f"a worker process could not start: {why}")
+                if worker.cell and worker.cell.key not in again:
+                    again.add(worker.cell.key)
+                    waiting.insert(0, worker.cell)
+                    display.end_early(worker.cell)
+                elif worker.cell:
+                    error = f"the worker process ended unexpectedly, twice ({why})"
+                    failed = {"status": "failed", "error": error, "traceback": why}
+                    display.end(worker.cell, folder.write(worker.cell, failed))
+                    done.add(worker.cell.key)
                 crew.remove(worker)
                 if waiting:
                     crew.append(Worker(first, inbox))
@@ -65,6 +91,8 @@ def run_in_workers(cells: Sequence[Cell], case: Case, folder: RunFolder, display
                 raise UserError(message["error"])
             elif message["event"] == "ready":
                 worker.ready = True
+            elif message["event"] == "short":
+                worker.short = message["error"]
             elif message["event"] == "progress" and worker.cell:
                 display.progress(worker.cell, message["done"], message["total"])
             elif message["event"] == "done" and worker.cell:
@@ -74,17 +102,6 @@ def run_in_workers(cells: Sequence[Cell], case: Case, folder: RunFolder, display
     finally:
         for worker in crew:
             worker.stop()
-
-
-def _bury(worker: Worker, folder: RunFolder, display: Display, done: set[str]) -> None:
-    """A worker that died takes only its cell with it, unless it never got as far as working."""
-    why = worker.last_words()
-    if not worker.ready:
-        raise RuntimeError(f"a worker process could not start: {why}")
-    if worker.cell:
-        error = f"the worker process ended unexpectedly ({why})"
-        display.end(worker.cell, folder.write(worker.cell, {"status": "failed", "error": error, "traceback": why}))
-        done.add(worker.cell.key)
 
 
 # One thread a worker; and glibc keeps the pages of large temporaries instead of asking for them anew at every step.
@@ -102,6 +119,7 @@ class Worker:
     def __init__(self, first: Message, inbox: queue.Queue[tuple[Worker, Message | None]]):
         self.cell: Cell | None = None
         self.ready = False
+        self.short = ""  # of memory, in its own words
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         self._process = subprocess.Popen(
             [
@@ -119,9 +137,9 @@ class Worker:
         self._send(first)
         threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
 
-    def take(self, cell: Cell) -> None:
+    def take(self, cell: Cell, *, again: bool) -> None:
         self.cell = cell
-        self._send(cell.plain())
+        self._send({"cell": cell.plain(), "again": again})
 
     def stop(self) -> None:
         self._process.kill()  # files are renamed into place, so there is nothing to be finished
@@ -130,6 +148,8 @@ class Worker:
 
     def last_words(self) -> str:
         code = self._process.wait()
+        if self.short:
+            return f"out of memory: {self.short}"
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         if code < 0:

@@ -10,8 +10,9 @@ import typer
 
 from gradveil import __version__
 from gradveil.errors import UserError
+from gradveil.files import no_space
 
-COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "compare", "list", "show")
+COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "compare", "reproduce", "list", "show")
 
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
@@ -47,11 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=given, prog_name="gradveil", standalone_mode=False)
     except UserError as error:
         return _tell(str(error))
+    except OSError as error:
+        if not no_space(error):
+            raise
+        return _tell("no space left on the disk; what is finished is kept, and the same command goes on from it.")
     except _USAGE_ERROR as error:
         return _tell(getattr(error, "format_message", error.__str__)())
     return code if isinstance(code, int) else 0
 
 
+def one_line(text: str) -> str:
+    """Text from anywhere as a single line: what could steer a terminal is written out instead."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
 def _tell(text: str) -> int:
-    print("gradveil:", " ".join(text.split()), file=sys.stderr)
+    print("gradveil:", one_line(text), file=sys.stderr)
     return 2

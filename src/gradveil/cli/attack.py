@@ -21,6 +21,9 @@ def command(
     *,
     model: Annotated[str, typer.Option(help="Name, or pkg.mod:factory; with the weights of that round.")],
     input_shape: Annotated[Text, typer.Option(help="Of one image: C,H,W.")] = None,
+    loss: Annotated[
+        str, typer.Option(help="cross-entropy, multi-label, regression, or pkg.mod:factory.")
+    ] = "cross-entropy",
     classes: Annotated[Whole, typer.Option(help="How many classes the model tells apart.")] = None,
     batch_size: Annotated[Whole, typer.Option(help="Images behind the update. [from the file, else 1]")] = None,
     mean: Annotated[Text, typer.Option(help="Of the normalisation, a value a channel: 0.49,0.48,0.45.")] = None,
@@ -42,6 +45,7 @@ def command(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from gradveil.captured import attack as run
+    from gradveil.types import labels_text
 
     for name, value, allowed in (
         ("knowledge", knowledge, ("realistic", "paper")),
@@ -62,6 +66,7 @@ def command(
             model,
             _numbers(input_shape, int, "--input-shape"),
             attack,
+            loss=loss,
             num_classes=classes,
             batch_size=batch_size,
             mean=_numbers(mean, float, "--mean"),
@@ -82,7 +87,7 @@ def command(
             typer.echo(f"{spec}: does not apply ({reason})")
         for spec, fit in found.fit.items():
             labels_found = found.by_attack[spec].labels
-            guessed = "" if labels_found is None else f", labels {', '.join(str(v) for v in labels_found.tolist())}"
+            guessed = "" if labels_found is None else f", labels {labels_text(labels_found)}"
             typer.echo(f"{spec}: the rebuilt images' update differs by {100 * fit**0.5:.2g}% of its size{guessed}")
         typer.echo(f"Best fit: {found.best}. Pictures and tensors: {folder}")
     return 0

@@ -22,6 +22,7 @@ File = Optional[Path]  # noqa: UP045
 def command(
     data: Annotated[Text, typer.Option(help="Name, path, or pkg.mod:factory. [mnist-5k]")] = None,
     model: Annotated[Text, typer.Option(help="Name, or pkg.mod:factory. [lenet]")] = None,
+    loss: Annotated[Text, typer.Option(help="cross-entropy, multi-label, regression, or pkg.mod:factory.")] = None,
     defense: Annotated[Texts, typer.Option(help="name:key=value,…; + combines; repeat. [a first picture]")] = None,
     attack: Annotated[Texts, typer.Option(help="name:key=value,… or the suite `standard`; repeat. [standard]")] = None,
     victims: Annotated[Whole, typer.Option(help="How many private batches are attacked. [8]")] = None,
@@ -41,7 +42,10 @@ def command(
     ] = None,
     out: Annotated[File, typer.Option(help="Folder of the run; the same command resumes it. [runs/…]")] = None,
     workers: Annotated[Whole, typer.Option(help="Processes; 0: this one alone. [number of cores]", min=0)] = None,
-    pictures: Annotated[Text, typer.Option(help="In the page: none, blurred or shown. [blurred]")] = None,
+    memory: Annotated[Text, typer.Option(help="For batched computations, e.g. 4G. [most of the machine's]")] = None,
+    device: Annotated[str, typer.Option(help="Where attacks run: cpu, cuda, cuda:1 or mps.")] = "cpu",
+    ray: Annotated[Text, typer.Option(help="Address of a Ray cluster that does the cells, or `auto`.")] = None,
+    pictures: Annotated[Text, typer.Option(help="none (no image is stored), blurred or shown. [blurred]")] = None,
     config: Annotated[File, typer.Option(help="YAML file with an audit; options go before it.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells and an estimate, and stop.")] = False,
     fail_if: Annotated[
@@ -59,6 +63,7 @@ def command(
     """
     from gradveil.audit.case import Case
     from gradveil.audit.condition import Condition
+    from gradveil.audit.limits import find_device, parse_size
     from gradveil.audit.progress import display_on
     from gradveil.audit.run import Stopped, run_audit
     from gradveil.audit.spec import make_spec, read_spec
@@ -68,6 +73,7 @@ def command(
     options: dict[str, Any] = {
         "data": data,
         "model": model,
+        "loss": loss,
         "defenses": defense or None,
         "attacks": attack or None,
         "victims": victims,
@@ -96,12 +102,15 @@ def command(
         raise UserError(f"--annotations {annotations}: write github, the one kind there is.")
     if junit is not None:
         check_file(junit)
+    size = None if memory is None else parse_size(memory)
+    find_device(device)
     case = Case(spec)
     if plan:
         _show_plan(case, out, workers)
         return 0
     try:
-        report = run_audit(case, out, workers=workers, display=display_on(Console(stderr=True), quiet))
+        shown = display_on(Console(stderr=True), quiet)
+        report = run_audit(case, out, workers=workers, display=shown, memory=size, device=device, ray=ray)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130

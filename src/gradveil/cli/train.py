@@ -31,6 +31,9 @@ def command(
     *,
     data: Annotated[str, typer.Option(help="Name, path, or pkg.mod:factory.")] = "mnist-5k",
     model: Annotated[str, typer.Option(help="Name, or pkg.mod:factory.")] = "cnn",
+    loss: Annotated[
+        str, typer.Option(help="cross-entropy, multi-label, regression, or pkg.mod:factory.")
+    ] = "cross-entropy",
     defense: Annotated[str, typer.Option(help="name:key=value,…; + combines.")] = "none",
     defended: Annotated[str, typer.Option(help="all, or how many of the clients.")] = "all",
     engine: Annotated[Engine, typer.Option(help="inline: in this process; flower: its simulation.")] = Engine.inline,
@@ -39,7 +42,7 @@ def command(
     images_per_client: Annotated[Whole, typer.Option(help="On average. [private images / clients]")] = None,
     sampled: Annotated[Whole, typer.Option(help="How many clients take part in a round. [all]")] = None,
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:per_client=2.")] = "iid",
-    local_epochs: Annotated[int, typer.Option(help="Passes of a client over its images in a round.")] = 1,
+    local_epochs: Annotated[int, typer.Option(help="Passes of a client over its images in a round.")] = 2,
     batch_size: Annotated[int, typer.Option(help="Images in a mini-batch.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="Of local SGD; of the server's with --fedsgd.")] = 0.9,
@@ -58,6 +61,7 @@ def command(
     from gradveil import models
     from gradveil.data import load
     from gradveil.federation import train
+    from gradveil.losses import DEFAULT
 
     options: dict[str, Any] = {
         "rounds": rounds,
@@ -75,8 +79,9 @@ def command(
         "defended": defended,
         "deadline": deadline,
         "seed": seed,
+        **({"loss": loss} if loss != DEFAULT else {}),
     }
-    found = load(data, seed=seed)
+    found = load(data, seed=seed, rows=loss != DEFAULT)
     if images_per_client is None and clients > 0:
         options["images_per_client"] = max(1, len(found.private) // clients)
     module = models.build(model, input_shape=found.input_shape, num_classes=found.num_classes, seed=seed)

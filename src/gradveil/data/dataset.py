@@ -34,6 +34,11 @@ class DataSet:
         channels, height, width = self.private.x.shape[1:]
         return channels, height, width
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether targets are class numbers, and not a row of numbers an image."""
+        return self.private.y.ndim == 1
+
     def pool(self) -> Batch:
         """Every image of all parts, for distractors."""
         parts = (self.private, self.public, self.test)

@@ -32,17 +32,20 @@ def names() -> list[Name]:
     return [Name(known.name, known.about, known.available()) for known in KNOWN.values()]
 
 
-def load(source: object, *, seed: int = 0, num_classes: int | None = None) -> DataSet:
+def load(source: object, *, seed: int = 0, num_classes: int | None = None, rows: bool = False) -> DataSet:
     """A data set from a name, a path, `pkg.mod:factory`, `torchvision:NAME`, a torch Dataset or (x, y).
 
     Settings follow the name: `cifar10:private=5000,public=tinyimagenet`; see `Options`. One seed, one split.
+    With `rows`, targets may also be a row of numbers for each image, for losses that take them.
     """
     if isinstance(source, DataSet):
         return source
     found = resolve(source)
     name, options, known = found.name, found.options, found.known
     raw = _gather(found, _sized(options, known), seed)
-    count, class_names = _classes(raw, num_classes, known, name)
+    count, class_names = _targets(raw, num_classes, name, rows) or _classes(raw, num_classes, known, name)
+    if raw.train.y.ndim == 2 and (options.split == "person" or options.public not in (None, NONE)):
+        raise UserError(f"{name}: split=person and public=… need class labels, and these are rows of numbers.")
     private, public, test = split(raw.train, raw.test, options, seed=seed, name=name)
     borrowed = options.public if options.public not in (None, NONE) else None
     if borrowed:
@@ -86,6 +89,22 @@ def _gather(source: Source, options: Options, seed: int) -> Raw:
             f"{name}: images of {shapes[0][0]}×{shapes[0][1]} pixels are too large; size=N makes them smaller."
         )
     return Raw(done[0], done[1] if len(done) > 1 else None, raw.class_names)
+
+
+def _targets(raw: Raw, given: int | None, name: str, rows: bool) -> tuple[int, tuple[str, ...]] | None:
+    """How many numbers an image has for its target, or None where targets are classes."""
+    y = raw.train.y
+    if y.ndim == 1:
+        return None
+    if not rows:
+        found = shape_text(y.shape) if y.shape[1] > 1 else "floats"
+        raise UserError(
+            f"{name}: labels are {found}; give one whole class number from 0 for each image, or a loss that takes rows "
+            "of numbers (multi-label, regression, or your own)."
+        )
+    if given is not None and given != y.shape[1]:
+        raise UserError(f"{name}: an image has {y.shape[1]} targets, not {given}.")
+    return y.shape[1], tuple(str(i) for i in range(y.shape[1]))
 
 
 def _classes(raw: Raw, given: int | None, known: Known | None, name: str) -> tuple[int, tuple[str, ...]]:

@@ -18,7 +18,8 @@ Array = NDArray[Any]
 
 MAX_BYTES = 4 << 30  # uncompressed, of one file: what a header may promise before it is taken for a bomb
 MAX_SIDE = 1024  # pixels, of the images an audit works on; larger ones are resized by `size`
-MAX_CHANNELS = 4
+MAX_CHANNELS = 64
+PICTURE_CHANNELS = 4  # of pictures: a last axis as short as this is one of channels
 MIN_IMAGES = 10
 
 
@@ -36,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """n × H × W × C pixels, bytes or floats in [0, 1] (or the files that hold them), and n labels."""
+    """n × H × W × C pixels, bytes or floats in [0, 1] (or the files that hold them), and n labels (or rows of targets)."""
 
     x: Array | Sequence[Path]
     y: Array
@@ -84,8 +85,9 @@ def checked_pixels(x: Array, where: str) -> Array:
     if x.ndim not in (3, 4):
         raise UserError(f"{where}: images are {shape_text(x.shape)}; give n×H×W or n×H×W×C.")
     x = x[..., None] if x.ndim == 3 else x
-    if not 1 <= x.shape[3] <= MAX_CHANNELS:
-        turned = " They look like n×C×H×W: transpose them." if x.shape[1] <= MAX_CHANNELS else ""
+    looks_turned = x.shape[1] <= PICTURE_CHANNELS < x.shape[3]
+    if not 1 <= x.shape[3] <= MAX_CHANNELS or looks_turned:
+        turned = " They look like n×C×H×W: transpose them." if looks_turned else ""
         raise UserError(
             f"{where}: images have {x.shape[3]} channels; give n×H×W×C with C up to {MAX_CHANNELS}.{turned}"
         )
@@ -104,12 +106,19 @@ def checked_pixels(x: Array, where: str) -> Array:
 
 
 def checked_labels(y: Array, where: str) -> Array:
-    if y.ndim == 2 and y.shape[1] == 1:
+    """Class numbers; or, for losses that take them, a row of numbers for each image, as floats."""
+    whole = np.issubdtype(y.dtype, np.integer)
+    if y.ndim == 2 and y.shape[1] == 1 and whole:
         y = y[:, 0]
-    if y.ndim != 1:
+    if y.ndim not in (1, 2) or 0 in y.shape[1:]:
         raise UserError(f"{where}: labels are {shape_text(y.shape)}; give one class number for each image.")
-    if not np.issubdtype(y.dtype, np.integer):
+    if not whole and not np.issubdtype(y.dtype, np.floating) and y.dtype != np.bool_:
         raise UserError(f"{where}: labels are {y.dtype}; give whole class numbers from 0.")
+    if y.ndim == 2 or not whole:
+        rows = y.reshape(len(y), -1).astype(np.float32)
+        if not np.isfinite(rows).all():
+            raise UserError(f"{where}: some targets are not finite numbers.")
+        return rows
     if len(y) and int(y.min()) < 0:
         raise UserError(f"{where}: label {int(y.min())} is negative; class numbers start at 0.")
     if len(y) and int(y.max()) > np.iinfo(np.int32).max:

@@ -19,6 +19,8 @@ TEST_DRAWN = (0.4, 0.4, 0.2)  # … and where it has none
 
 def spread(labels: Array, random: torch.Generator) -> Array:
     """A random order whose every prefix holds the classes in their proportions, as nearly as whole images allow."""
+    if labels.ndim == 2:  # rows of targets: nothing to stratify by
+        labels = np.zeros(len(labels), dtype=np.int64)
     shuffled = torch.randperm(len(labels), generator=random).numpy()
     order = shuffled[np.argsort(labels[shuffled], kind="stable")]  # class by class, each in random order
     _, start, which, count = np.unique(labels[order], return_index=True, return_inverse=True, return_counts=True)

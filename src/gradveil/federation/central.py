@@ -14,6 +14,7 @@ from gradveil.defenses import Defense
 from gradveil.errors import UserError
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Federation, Progress
+from gradveil.gradients import Loss, cross_entropy
 from gradveil.settings import build
 from gradveil.types import Tensors
 
@@ -29,6 +30,7 @@ def train_central(
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     seed: int = 0,
+    loss: Loss = cross_entropy,
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> Tensors:
@@ -36,7 +38,7 @@ def train_central(
     values = {"batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "seed": seed}
     fixed = {"rounds": epochs, "clients": 1, "images_per_client": None, "fedsgd": True}
     plan = build(Plan, {**values, **fixed}, of="central training")
-    federation = Federation(module, data, defense, plan, cache=cache, progress=progress)
+    federation = Federation(module, data, defense, plan, loss=loss, cache=cache, progress=progress)
     server, client = federation.server(), federation.participant(0)
     steps = epochs * client.rounds_per_pass
     for step in range(steps):

@@ -19,6 +19,7 @@ from gradveil.errors import UserError
 from gradveil.federation.history import History
 from gradveil.federation.rounds import Federation, Server
 from gradveil.files import write_json, write_tensors
+from gradveil.losses import DEFAULT
 from gradveil.types import Tensors
 
 STATE, HISTORY = "state.safetensors", "history.json"
@@ -29,7 +30,7 @@ _HASHED = {"model": "another model", "images": "other images"}
 class Checkpoint:
     """Stores a run round by round, and finds where it stopped."""
 
-    def __init__(self, folder: Path, federation: Federation, engine: str = "inline"):
+    def __init__(self, folder: Path, federation: Federation, engine: str = "inline", loss: str = DEFAULT):
         self.folder = folder
         self.configuration: dict[str, Any] = {
             **federation.plan.to_json(),
@@ -38,6 +39,7 @@ class Checkpoint:
             "engine": engine,
             "model": _digest(repr(federation.module), *federation.state.values()),
             "images": _digest("", federation.images.x, federation.images.y, federation.data.test.y),
+            **({"loss": loss} if loss != DEFAULT else {}),
         }
 
     def load(self) -> tuple[History, Tensors]:

@@ -16,11 +16,20 @@ PIECE = 256  # images at a time
 def judge(
     model: ModelFunction, state: Tensors, batch: Batch, *, mean: Tensor, std: Tensor, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """For every image whether it is classified right, and its cross entropy. `rng` is for networks that draw noise."""
+    """For every image whether it is classified right, and its cross entropy. `rng` is for networks that draw noise.
+
+    Where targets are rows of numbers nothing is right or wrong (NaN), and the loss is the model's own.
+    """
     right, loss = [], []
     with torch.no_grad():
-        for x, y in zip(pieces(batch.x, PIECE), pieces(batch.hard_labels, PIECE), strict=True):
+        for x, y in zip(pieces(batch.x, PIECE), pieces(batch.y, PIECE), strict=True):
             logits = model(state, (x - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), model.draw_noise(len(x), rng))
-            right.append(logits.argmax(dim=1) == y)
-            loss.append(F.cross_entropy(logits, y, reduction="none"))
+            if y.ndim == 1:
+                right.append(logits.argmax(dim=1) == y)
+                loss.append(F.cross_entropy(logits, y, reduction="none"))
+            else:
+                right.append(torch.full((len(y),), torch.nan))
+                loss.append(
+                    torch.stack([model.loss_fn(o, t) for o, t in zip(logits.split(1), y.split(1), strict=True)])
+                )
     return torch.cat(right), torch.cat(loss)

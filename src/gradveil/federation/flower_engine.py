@@ -83,15 +83,7 @@ def simulate(
 
     with _quiet(), tempfile.TemporaryDirectory() as begun:
         # Started here and not by Flower, so that the clients can be put into the store before the first message.
-        ray.init(
-            address="local",
-            num_cpus=actors,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}},
-            _node_ip_address="127.0.0.1",
-        )
+        _start(ray, actors)
         try:
             clients = _client_app(ray.put(participants), federation.plan.deadline, Path(begun))
             # Flower gives these on as the actors' options: an actor that died is started again.
@@ -101,6 +93,24 @@ def simulate(
             stopped.set()  # the server's thread outlives an interrupted simulation otherwise
             ray.shutdown()
     return history
+
+
+def _start(ray: Any, actors: int) -> None:
+    """Ray on this machine. It gives its own parts half a minute, which a machine at full load may exceed."""
+    imports = os.pathsep.join(p for p in sys.path if p)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=actors,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            runtime_env={"env_vars": {"PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}},
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # Ray has no kind of its own for it
+        text = " ".join(str(error).split())
+        raise UserError(f"Ray did not start on this machine ({text}) Try again, or use engine inline.") from None
 
 
 def _actors(clients: int) -> int:

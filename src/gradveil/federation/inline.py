@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gradveil.federation.faults import Failure, Reply, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Engine, Federation, Progress, run
+from gradveil.files import alone_in
+from gradveil.losses import DEFAULT, find_loss, loss_name
 from gradveil.settings import build
 from gradveil.types import Tensors
 
@@ -42,6 +45,7 @@ def train(
     fedsgd: bool = False,
     defended: str | int = "all",
     seed: int = 0,
+    loss: str | Callable[..., Any] = DEFAULT,
     engine: str = "inline",
     progress: Progress | None = None,
     evaluate_every: int = 1,
@@ -52,7 +56,8 @@ def train(
 ) -> History:
     """Train `module` (which stays as it is) in a federation under a defense.
 
-    `defended` is "all" or how many clients; with a defense that changes the model, all run the changed one.
+    `loss` is a name, `pkg.mod:factory`, or a function of (outputs, targets). `defended` is "all" or how many clients;
+    with a defense that changes the model, all run the changed one.
     With `folder`, every finished round is stored there and the same call goes on where it stopped. `engine` is inline,
     or flower: the same rounds through Flower's simulation. `deadline` is how many seconds a client has in a
     round: inline, a later reply is left out; on Flower, its work is broken off.
@@ -78,21 +83,23 @@ def train(
         "cosine_every": cosine_every,
         "deadline": deadline,
     }
-    federation = Federation(module, data, defense, build(Plan, values, of="train"), cache=cache, progress=progress)
-    checkpoint = Checkpoint(folder, federation, engine) if folder else None
-    history, velocity = checkpoint.load() if checkpoint else (History(), {})
-    server = federation.server(history.state, velocity)
-    if history.rounds >= rounds:
-        return history
-    save = checkpoint.save if checkpoint else None
-    if engine == "flower":
-        from gradveil.federation.flower_engine import simulate
+    plan, found = build(Plan, values, of="train"), find_loss(loss)
+    federation = Federation(module, data, defense, plan, loss=found, cache=cache, progress=progress)
+    checkpoint = Checkpoint(folder, federation, engine, loss_name(loss)) if folder else None
+    with alone_in(folder, "training") if folder else nullcontext():
+        history, velocity = checkpoint.load() if checkpoint else (History(), {})
+        server = federation.server(history.state, velocity)
+        if history.rounds >= rounds:
+            return history
+        save = checkpoint.save if checkpoint else None
+        if engine == "flower":
+            from gradveil.federation.flower_engine import simulate
 
-        return simulate(federation, server, history, save)
-    began = time.perf_counter()
-    clients_here = inline(federation)
-    history.seconds_prepare = time.perf_counter() - began
-    return run(federation, server, clients_here, history, save)
+            return simulate(federation, server, history, save)
+        began = time.perf_counter()
+        clients_here = inline(federation)
+        history.seconds_prepare = time.perf_counter() - began
+        return run(federation, server, clients_here, history, save)
 
 
 def inline(federation: Federation) -> Engine:

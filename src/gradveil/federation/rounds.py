@@ -27,7 +27,7 @@ from gradveil.federation.history import History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import Plan
 from gradveil.federation.statistics import MOMENTUM, RunningStatistics, has_batch_norm
-from gradveil.gradients import ModelFunction
+from gradveil.gradients import Loss, ModelFunction, cross_entropy
 from gradveil.types import Batch, Tensors, Update, generator
 
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
@@ -45,6 +45,7 @@ class Federation:
         defense: str | Defense,
         plan: Plan,
         *,
+        loss: Loss = cross_entropy,
         cache: Path | None = None,
         progress: Progress | None = None,
     ):
@@ -53,8 +54,8 @@ class Federation:
         with seeded(plan.seed, "network"):  # a defense may add layers; torch draws their weights from its global stream
             self.module = self.defense.model(copy.deepcopy(module), data.input_shape)
         self.batch_norm = has_batch_norm(self.module)
-        self.model = ModelFunction(self.module)  # as the server judges it
-        self.training_model = ModelFunction(self.module, mode="train")  # as clients train it
+        self.model = ModelFunction(self.module, loss)  # as the server judges it
+        self.training_model = ModelFunction(self.module, loss, "train")  # as clients train it
         self.statistics = RunningStatistics(self.module)
         self.state = self.model.state()
         total = plan.clients * plan.images_per_client if plan.images_per_client else len(data.private)
@@ -73,7 +74,8 @@ class Federation:
         return Server(self.plan, self.model.trainable, state or self.state, velocity)
 
     def measure(self, state: Tensors, round: int) -> dict[str, float | None]:
-        """Accuracy on the test part, on all clients' own images and on those of defended clients; the loss."""
+        """Accuracy on the test part, on all clients' own images and on those of defended clients (none where targets
+        are no classes); the loss."""
         rng = generator(self.plan.seed, round, "evaluate")
         constants = {"mean": self.data.mean, "std": self.data.std}
         test, _ = judge(self.model, state, self.data.test, rng=rng, **constants)

@@ -63,7 +63,7 @@ def _from_object(made: Any, name: str, input_shape: Shape, num_classes: int) -> 
         raise UserError(f"model '{name}' is a {type(made).__name__}; give a module, or a function that returns one.")
     try:
         model = made(**_accepted(made, {"input_shape": input_shape, "num_classes": num_classes}))
-    except Exception as error:  # the user's own code: whatever it raises is the message
+    except (Exception, SystemExit) as error:  # the user's own code: whatever it raises is the message
         raise UserError(f"model '{name}' raised {type(error).__name__}: {_one_line(error)}") from None
     if not isinstance(model, nn.Module):
         raise UserError(f"model '{name}' returned a {type(model).__name__}; it must return a torch module.")
@@ -86,12 +86,17 @@ def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         raise UserError("the model has no trainable parameters, so there is no update to protect or attack.")
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise UserError(f"parameter '{name}' of the model is on the device 'meta', where tensors have no values.")
+        if p.is_complex():
+            raise UserError(f"parameter '{name}' of the model is complex; attacks and defenses know real numbers alone.")
     modes = {module: module.training for module in model.modules()}
     shape = "×".join(map(str, input_shape))
     try:
         with torch.no_grad():
-            output = model.eval()(torch.full((2, *input_shape), 0.5, device=parameter.device))
-    except Exception as error:  # whatever a user's forward pass raises is the message
+            output = model.eval()(torch.full((2, *input_shape), 0.5, device=parameter.device, dtype=parameter.dtype))
+    except (Exception, SystemExit) as error:  # whatever a user's forward pass raises is the message
         raise UserError(f"the model does not take images of {shape}: {_one_line(error)}") from None
     finally:
         for module, training in modes.items():
@@ -100,6 +105,8 @@ def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
         raise UserError(
             f"model's output is a {type(output).__name__}, the data has {num_classes} classes; return scores."
         )
+    if not output.is_floating_point():
+        raise UserError(f"model's output is {output.dtype}; return a score for each class as floating-point numbers.")
     if output.shape != (2, num_classes):
         found = "×".join(map(str, output.shape))
         raise UserError(f"model's output is {found} for two images, the data has {num_classes} classes.")

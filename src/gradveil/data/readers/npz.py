@@ -5,7 +5,10 @@ One file may hold the parts too, as `train_images`, `train_labels`, `val_images`
 
 from __future__ import annotations
 
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,6 +21,12 @@ from gradveil.errors import UserError
 
 Header = tuple[tuple[int, ...], np.dtype[Any]]
 TEST = ("test", "val")
+# What archives, their packers and numpy's headers (text of Python's grammar) raise when they are damaged; encrypted
+# members are a RuntimeError.
+_BROKEN: tuple[type[Exception], ...] = (
+    *(OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, KeyError, struct.error),
+)
 
 
 def claims(folder: Path) -> bool:
@@ -75,7 +84,7 @@ def headers(path: Path) -> dict[str, Header]:
                 found[name] = shape, dtype
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
-    except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except _BROKEN as error:
         raise UserError(f"{path}: not a readable .npz archive ({one_line(error)}).") from None
     return found
 
@@ -93,7 +102,7 @@ def _load(path: Path, names: list[str]) -> dict[str, Array]:
     try:
         with zipfile.ZipFile(path) as archive:
             return {name: _array(archive, name) for name in names}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except _BROKEN as error:
         raise UserError(f"{path}: damaged ({one_line(error)}).") from None
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
-from gradveil.data.raw import MAX_CHANNELS, Array, Images, Raw, checked, one_line, shape_text
+from gradveil.data.raw import PICTURE_CHANNELS, Array, Images, Raw, checked, one_line, shape_text
 from gradveil.errors import UserError
 
 
@@ -31,8 +31,6 @@ def _pair(x: Any, y: Any, name: str) -> Images:
         raise UserError(
             f"{name}: images and labels must be tensors or arrays, not {type(x).__name__} and {type(y).__name__}."
         )
-    if y.ndim == 2 and y.shape[1] > 1:
-        raise UserError(f"{name}: labels are {shape_text(y.shape)}; give one class number for each image.")
     return checked(_channels_last(x), _array(y), name)
 
 
@@ -53,10 +51,11 @@ def _items(source: object, name: str) -> Images:
         if images and (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
             one, other = (f"{shape_text(a.shape)} {a.dtype}" for a in (images[0], image))
             raise UserError(f"{name}: item {i} is {other}, item 0 is {one}; all images must be alike.")
-        if label.size != 1:
-            raise UserError(f"{name}: the label of item {i} is {shape_text(label.shape)}; give one class number.")
+        if labels and label.shape != labels[0].shape:
+            one, other = (shape_text(a.shape) for a in (labels[0], label))
+            raise UserError(f"{name}: the label of item {i} is {other}, that of item 0 is {one}; all must be alike.")
         images.append(image)
-        labels.append(label.reshape(()))
+        labels.append(label)
     if not images:
         raise UserError(f"{name}: the Dataset is empty.")
     return checked(np.stack(images), np.stack(labels), name)
@@ -75,7 +74,7 @@ def _channels_last(x: Any) -> Array:
     array = _array(x)
     if array.ndim != 4:
         return array
-    first, last = array.shape[1] <= MAX_CHANNELS, array.shape[3] <= MAX_CHANNELS
+    first, last = array.shape[1] <= PICTURE_CHANNELS, array.shape[3] <= PICTURE_CHANNELS
     channels_first = first if first != last else isinstance(x, torch.Tensor)
     return array.transpose(0, 2, 3, 1) if channels_first else array
 

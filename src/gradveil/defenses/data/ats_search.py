@@ -9,12 +9,12 @@ here the accuracy score is per image and relative to no transformation. Every ca
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from gradveil.defenses.data.ats import ATS, Draw, Policy, parse_policies, random_policy, transform, write_policy
 from gradveil.errors import UserError
-from gradveil.files import write_json, write_tensors
-from gradveil.gradients import ModelFunction
+from gradveil.files import alone_in, write_json, write_tensors
+from gradveil.gradients import ModelFunction, copied
 from gradveil.settings import settings
 from gradveil.types import Batch, Tensors, generator
 
@@ -123,15 +123,18 @@ class Scorer:
 
     def privacy(self, policy: Policy) -> float:
         """Eq. 6: the area under the similarity of gradients, from noise (0) to the transformed image (1)."""
+        return float(torch.trapezoid(self.similarity(policy), dx=1 / (self.search.points - 1), dim=1).mean())
+
+    def similarity(self, policy: Policy) -> Tensor:
+        """Images × points: how like the image's gradient is to that of every point on the way to it."""
         images, points = self._transformed(policy, 0), self.search.points
         way = torch.linspace(0, 1, points).view(1, -1, 1, 1, 1)
         x = self._normalize((1 - way) * self.noise[:, None] + way * images[:, None])  # images × points × C × H × W
         size = sum(p.numel() for p in self.function.parameters(self.trained).values())
         rows = max(1, _FLOATS // (size * points))
-        areas = [self._areas(x[i : i + rows], self.images.y[i : i + rows]) for i in range(0, len(x), rows)]
-        return float(torch.cat(areas).mean())
+        return torch.cat([self._along(x[i : i + rows], self.images.y[i : i + rows]) for i in range(0, len(x), rows)])
 
-    def _areas(self, x: Tensor, y: Tensor) -> Tensor:
+    def _along(self, x: Tensor, y: Tensor) -> Tensor:
         images, points = x.shape[:2]
         with torch.no_grad():
             each = y.repeat_interleave(points)[:, None]
@@ -140,7 +143,7 @@ class Scorer:
         for g in found.values():
             along = g.view(images, points, -1)
             similar += F.cosine_similarity(along, along[:, -1:], dim=2, eps=1e-12)
-        return torch.trapezoid(similar / len(found), dx=1 / (points - 1), dim=1)
+        return similar / len(found)
 
     def accuracy(self, policy: Policy) -> float:
         """Eq. 10, turned so that higher is better, per image, less the score of no transformation."""
@@ -194,34 +197,35 @@ def search_policy(
     if len(picked) < search.images:
         raise UserError(f"the search asks for {search.images} images; the data has {len(picked)} for it.")
     folder = file.with_suffix(".search") if file else None
-    fresh = ModelFunction(module).state()
-    trained = half_trained(module, train, mean=mean, std=std, search=search, folder=folder, progress=progress)
-    tensors = {"images": images.x[picked], "labels": images.hard_labels[picked], "mean": mean, "std": std}
-    tensors["classes"] = torch.tensor(num_classes)
-    tensors |= {f"fresh.{n}": t for n, t in fresh.items()} | {f"trained.{n}": t for n, t in trained.items()}
+    with alone_in(folder, "search") if folder else nullcontext():
+        fresh = ModelFunction(module).state()
+        trained = half_trained(module, train, mean=mean, std=std, search=search, folder=folder, progress=progress)
+        tensors = {"images": images.x[picked], "labels": images.hard_labels[picked], "mean": mean, "std": std}
+        tensors["classes"] = torch.tensor(num_classes)
+        tensors |= {f"fresh.{n}": t for n, t in fresh.items()} | {f"trained.{n}": t for n, t in trained.items()}
 
-    scorer = Scorer(module, tensors, search)
-    terms = replace(search, candidates=2, keep=1)  # a wider search goes on with the same scores
-    log = ScoreLog(folder / "scores.jsonl" if folder else None, _digest(tensors, repr(terms)))
-    wanted = candidates(search)
-    todo = [policy for policy in wanted if policy not in log.scores]
+        scorer = Scorer(module, tensors, search)
+        terms = replace(search, candidates=2, keep=1)  # a wider search goes on with the same scores
+        log = ScoreLog(folder / "scores.jsonl" if folder else None, _digest(tensors, repr(terms)))
+        wanted = candidates(search)
+        todo = [policy for policy in wanted if policy not in log.scores]
 
-    def note(score: Score) -> None:
-        log.add(score)
-        if progress:
-            progress("scoring policies", sum(p in log.scores for p in wanted), len(wanted))
+        def note(score: Score) -> None:
+            log.add(score)
+            if progress:
+                progress("scoring policies", sum(p in log.scores for p in wanted), len(wanted))
 
-    if workers > 1 and model is not None and todo:
-        from gradveil.defenses.data.ats_workers import score_in_workers
+        if workers > 1 and model is not None and todo:
+            from gradveil.defenses.data.ats_workers import score_in_workers
 
-        score_in_workers(todo, tensors, search, model=model, workers=workers, note=note)
-    else:
-        for policy in todo:
-            note(scorer(policy))
-    found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
-    if file:
-        write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})  # type: ignore[call-overload]
-    return found
+            score_in_workers(todo, tensors, search, model=model, workers=workers, note=note)
+        else:
+            for policy in todo:
+                note(scorer(policy))
+        found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
+        if file:
+            write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})  # type: ignore[call-overload]
+        return found
 
 
 def candidates(search: Search) -> list[Policy]:
@@ -267,7 +271,7 @@ def half_trained(
     file = folder / f"half-trained-{key}.safetensors" if folder else None
     if file and file.exists():
         return load_file(file)
-    model = copy.deepcopy(module).train()
+    model = copied(module).train()
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     for epoch in range(search.epochs):
         for rows in torch.randperm(len(part), generator=rng).split(32):

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
 from gradveil.errors import UserError
+from gradveil.losses import takes_classes
 from gradveil.settings import settings
 from gradveil.types import Batch, Tensors
 
@@ -89,6 +90,8 @@ class DCS2(Defense):
     margin: float = Field(default=0.0, ge=0)
 
     def prepare(self, setup: Setup) -> Batch | None:
+        if setup.private.y.ndim == 2 and not takes_classes(setup.model.loss_fn, setup.num_classes):
+            raise UserError("dcs2 draws class labels for concealed samples, and under this loss targets are no classes.")
         if setup.public is not None and setup.public.x.shape[1:] != setup.private.x.shape[1:]:
             shapes = [tuple(b.x.shape[1:]) for b in (setup.public, setup.private)]
             raise UserError(f"dcs2 starts from public images: theirs is {shapes[0]}, the private ones' is {shapes[1]}.")

@@ -1,0 +1,222 @@
+"""Random kills: audits, policy searches and protected copies, each resumed to the result of a run left in peace.
+
+    python benchmarks/faults/kills.py --kills 210
+
+A job is started, killed (SIGKILL to it and its workers) after a random time, and so on until it gets through; then what
+it made is compared with what the same job made undisturbed. Writes docs/results/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from record import record
+from safetensors.torch import load_file
+from small import SECONDS, digits
+
+from gradveil import attacks, defenses, models
+from gradveil.cli import main as main_of_gradveil
+
+MOST = 12  # kills of one run: then it is let through
+
+
+@dataclass
+class Job:
+    """A command, and what it leaves behind as something that can be compared."""
+
+    name: str
+    words: Callable[[Path], list[str]]  # of a folder
+    result: Callable[[Path], Any]
+    seconds: float = 0.0  # of an undisturbed run
+    kills: int = 0
+    runs: int = 0
+    equal: int = 0
+    unlike: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A command in a fork of this process, whose imports are done: nearly all of its time is work that can be lost."""
+
+    def __init__(self, words: list[str]):
+        self.code: int | None = None
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            os.dup2(self.log.fileno(), 2)
+            code = 70
+            try:
+                code = main_of_gradveil(words)
+            finally:
+                os._exit(code)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, or None if it is still at work after so long."""
+        until = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < until:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.code = os.waitstatus_to_exitcode(status)
+            else:
+                time.sleep(0.005)
+        return self.code
+
+    def kill(self) -> None:
+        for pid in [self.pid, *descendants(self.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-300:]
+
+
+def descendants(pid: int) -> list[int]:
+    """Workers are sessions of their own: found through the process table, and ended with their parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in SECONDS}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def audited(folder: Path) -> Any:
+    out = folder / "out"
+    left = [p.name for p in out.rglob(".*") if p.name != ".lock"]
+    cells = {p.name: timeless(json.loads(p.read_text())) for p in (out / "cells").iterdir()}
+    tensors = {p.name: {n: t.tolist() for n, t in load_file(p).items()} for p in (out / "tensors").iterdir()}
+    return [cells, tensors, timeless(json.loads((out / "summary.json").read_text())), left]
+
+
+def searched(folder: Path) -> Any:
+    return json.loads((folder / "policy.json").read_text())
+
+
+def protected(folder: Path) -> Any:
+    pictures = {
+        str(p.relative_to(folder)): np.asarray(Image.open(p)).tolist() for p in (folder / "copy").rglob("*.png")
+    }
+    return [pictures, sorted(p.name for p in folder.iterdir())]
+
+
+def jobs(data: Path, pictures: Path) -> list[Job]:
+    audit = [
+        "audit",
+        "--data",
+        str(data),
+        "--defense",
+        "prune:ratio=0.9",
+        "--attack",
+        "ig:steps=80",
+        "--attack",
+        "linear",
+    ]
+    audit += ["--victims", "2", "--quiet"]
+    search = ["search", "--data", str(data), "--model", "lenet", "--candidates", "24", "--images", "6", "--quiet"]
+    return [
+        Job("audit, in one process", lambda f: [*audit, "--workers", "0", "--out", str(f / "out")], audited),
+        Job("audit, two workers", lambda f: [*audit, "--workers", "2", "--out", str(f / "out")], audited),
+        Job("ATS search", lambda f: [*search, "--workers", "1", "--out", str(f / "policy.json")], searched),
+        Job(
+            "protected copy",
+            lambda f: ["protect", str(pictures), str(f / "copy"), "--defense", "ats", "--quiet"],
+            protected,
+        ),
+    ]
+
+
+def picture_folder(folder: Path) -> Path:
+    draw = np.random.default_rng(0)
+    for label in ("a", "b"):
+        (folder / label).mkdir(parents=True)
+        for i in range(400):
+            Image.fromarray(draw.integers(0, 255, (12, 12), dtype=np.uint8)).save(folder / label / f"{i}.png")
+    return folder
+
+
+def disturbed(job: Job, expected: Any, folder: Path, rng: random.Random, left: int) -> int:
+    """One run with kills; how many there were."""
+    kills = 0
+    while True:
+        run = Run(job.words(folder))
+        if run.wait(job.seconds * rng.uniform(0.02, 1.0) if kills < min(MOST, left) else 600) is None:
+            run.kill()
+            kills += 1
+            continue
+        if run.code:
+            job.unlike.append(f"exit code {run.code}: {run.said()}")
+        elif job.result(folder) == expected:
+            job.equal += 1
+        else:
+            job.unlike.append("another result")
+        job.runs += 1
+        return kills
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=210, help="in all; the kinds of jobs take turns")
+    parser.add_argument("--minutes", type=float, default=30, help="to stop after, at the latest")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, begun = random.Random(options.seed), time.monotonic()
+    torch.set_num_threads(1)
+    for module in ("gradveil.audit.run", "gradveil.protecting", "gradveil.defenses.data.ats_search", "torch._dynamo"):
+        importlib.import_module(module)
+    attacks.registry.names(), defenses.registry.names(), models.MODELS.names()
+    with tempfile.TemporaryDirectory(prefix="gradveil-kills-") as name:
+        root = Path(name)
+        todo = jobs(digits(root / "small.npz"), picture_folder(root / "pictures"))
+        expected = []
+        for job in todo:
+            folder = root / "peace" / job.name
+            folder.mkdir(parents=True)
+            at = time.monotonic()
+            assert Run(job.words(folder)).wait(600) == 0, job.name
+            job.seconds = time.monotonic() - at
+            expected.append(job.result(folder))
+        while (done := sum(j.kills for j in todo)) < options.kills and time.monotonic() - begun < 60 * options.minutes:
+            place = min(range(len(todo)), key=lambda i: todo[i].kills)
+            folder = root / "disturbed"
+            folder.mkdir()
+            todo[place].kills += disturbed(todo[place], expected[place], folder, rng, options.kills - done)
+            shutil.rmtree(folder)
+            print({j.name: (j.kills, j.runs, j.equal) for j in todo}, flush=True)
+    rows = ["| job | kills | runs they hit | resumed to an equal result | otherwise |", "|---|---|---|---|---|"]
+    rows += [f"| {j.name} | {j.kills} | {j.runs} | {j.equal} | {'; '.join(j.unlike) or 'none'} |" for j in todo]
+    total = sum(j.kills for j in todo)
+    about = (
+        f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
+    )
+    about += "every number of every cell, tensor, policy or picture, and no file left over."
+    record("Kills", "kills.py", [about, "", *rows])
+    return 1 if any(j.unlike for j in todo) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

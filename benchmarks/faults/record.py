@@ -1,0 +1,31 @@
+"""The page of what was injected and survived: each campaign writes its own section and leaves the others alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "reliability.md"
+HEAD = """# What it survives
+
+Faults injected on purpose, and what became of them. Every section is written by a script in `benchmarks/faults/`.
+"""
+ORDER = ("Kills", "Bad input", "Memory, disk and workers", "Many machines", "Load", "Installation")
+
+
+def record(title: str, script: str, lines: list[str]) -> None:
+    """Replace the section `title` of docs/results/reliability.md."""
+    sections = _sections()
+    where = f"Python {platform.python_version()}, {os.cpu_count()} cores."
+    sections[title] = "\n".join([f"Written by `benchmarks/faults/{script}`. {where}", "", *lines]).rstrip() + "\n"
+    known = [t for t in ORDER if t in sections] + [t for t in sections if t not in ORDER]
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(HEAD + "".join(f"\n## {t}\n\n{sections[t]}" for t in known), encoding="utf-8")
+
+
+def _sections() -> dict[str, str]:
+    if not PAGE.exists():
+        return {}
+    parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    return {p.partition("\n")[0].strip(): p.partition("\n")[2].strip() + "\n" for p in parts}

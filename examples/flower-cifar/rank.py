@@ -1,0 +1,110 @@
+"""Which defense to put into the one line: what each leaves to a curious server, and what it costs.
+
+    python rank.py [--victims 8] [--out runs/flower-cifar-rank]
+
+Privacy is an audit of the app's network on single images: the standard suite, the counters of each defense included.
+Cost is the app's own training (ten clients, ten rounds) without Flower around it. The best defense is the one that gives
+away least among those that cost at most three points of test accuracy. If all of them leak, larger batches and more local
+steps are tried without a defense, to see where the leak stops. Every part is kept in OUT and taken up where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import tomllib
+from flower_cifar.task import dataset, network
+from local import HERE
+
+import gradveil as gv
+from gradveil.federation import train
+
+CANDIDATES = ("gaussian:std=0.003", "gaussian:std=0.01", "prune:ratio=0.9", "prune:ratio=0.99")
+MOST = 3.0  # points of test accuracy
+WIDER = ({"batch_size": 4}, {"batch_size": 16}, {"local_steps": 5}, {"batch_size": 16, "local_steps": 5})
+CONFIG = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+
+def of_gradient(line: str) -> str:
+    """A defense of weights after one step as one of the gradient: the same update, divided by the learning rate."""
+    return re.sub(r"\b(std|norm)=([\d.e-]+)", lambda m: f"{m[1]}={float(m[2]) / CONFIG['lr']:g}", line)
+
+
+def accuracy(line: str, rounds: int, out: Path) -> float:
+    history = train(
+        network(),
+        dataset(),
+        line,
+        rounds=rounds,
+        images_per_client=min(CONFIG["images"], len(dataset().private) // 10),
+        local_epochs=CONFIG["local-epochs"],
+        batch_size=CONFIG["batch-size"],
+        lr=CONFIG["lr"],
+        evaluate_every=rounds,
+        folder=out / "training" / line.replace(":", "-"),
+    )
+    return 100 * (history.acc_test[-1] or 0.0)
+
+
+def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    report = gv.audit(
+        data=dataset(),
+        model=network(),
+        defenses=[of_gradient(line) for line in lines],
+        attacks="standard",
+        victims=victims,
+        seed=100,
+        out=out,
+        **how,
+    )
+    return {found["spec"]: found for found in report.summary["defenses"]}
+
+
+def rank(victims: int, rounds: int, out: Path) -> None:
+    lines = ["none", *CANDIDATES]
+    points = {line: accuracy(line, rounds, out) for line in lines}
+    found = audit(lines, victims, out / "audit", local_lr=CONFIG["lr"])
+    rows = []
+    for line in lines:
+        seen = found[of_gradient(line)]
+        worst = seen["worst"]
+        rows.append(
+            {
+                "line": line,
+                "accuracy": round(points[line], 1),
+                "loss": round(points["none"] - points[line], 1),
+                "identified": worst["identified"],
+                "psnr": worst["psnr"]["mean"],
+                "verdict": seen["verdict"],
+            }
+        )
+        told = f"identified {worst['identified']['rate']:.0%}, PSNR {worst['psnr']['mean']:.1f} dB"
+        print(f"{line:>20}: {points[line]:.1f}% accuracy, {told}: {seen['verdict']}", flush=True)
+    fit = [row for row in rows[1:] if row["loss"] <= MOST]
+    best = min(fit, key=lambda row: (row["identified"]["rate"], row["psnr"]), default=None)
+    result: dict[str, Any] = {"data": dataset().name, "rows": rows, "best": best and best["line"]}
+    if best and best["verdict"] != "leaks":
+        print(f"best at a loss of at most {MOST:g} points: {best['line']}, {best['verdict']}")
+    else:
+        what = f"best at a loss of at most {MOST:g} points is {best['line']}, and it leaks" if best else "none is cheap"
+        print(f"{what}; without a defense, with larger batches and more steps:")
+        result["wider"] = []
+        for how in WIDER:
+            name = "-".join(f"{key}-{value}" for key, value in how.items())
+            seen = audit(["none"], victims, out / name, local_lr=CONFIG["lr"], **how)["none"]
+            result["wider"].append({**how, "identified": seen["worst"]["identified"], "verdict": seen["verdict"]})
+            print(f"  {name}: identified {seen['worst']['identified']['rate']:.0%}, {seen['verdict']}", flush=True)
+    (out / "rank.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--victims", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10, help="of the training")
+    parser.add_argument("--out", type=Path, default=Path("runs/flower-cifar-rank"))
+    given = parser.parse_args()
+    rank(given.victims, given.rounds, given.out.resolve())

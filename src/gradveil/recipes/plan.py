@@ -1,0 +1,134 @@
+"""What a recipe will do and about how long it takes, from its settings alone: no data is read and nothing is run.
+
+One iteration of matching and one training step are timed on the recipe's own networks, by the processor's time; a GPU
+is quicker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from gradveil import attacks, models
+from gradveil.attacks.base import Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.matching.ig import VARIANTS
+from gradveil.audit.cells import one_thread
+from gradveil.audit.spec import AuditSpec
+from gradveil.data.catalogue import KNOWN
+from gradveil.gradients import ModelFunction
+from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scaled
+from gradveil.types import LocalTraining, Observation, generator
+
+STEPS = 4000  # of an attack that does not say
+TOGETHER = 4  # victims that an iteration is timed on
+SHAPES = {
+    **dict.fromkeys(("mnist", "mnist-5k", "fashion-mnist"), (1, 28, 28)),
+    **dict.fromkeys(("olivetti", "mednist"), (1, 64, 64)),
+}
+PHOTOGRAPH = (3, 32, 32)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One piece of work of a plan."""
+
+    what: str
+    cells: int
+    iterations: int  # of attacks, over all victims; of trainings, images
+    seconds: float
+
+
+def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
+    """A line for every audit and kind of work, then the measures, whose time is not foreseen."""
+    lines = []
+    for name, spec in scaled.specs.items():
+        cells = {cell for cell in scaled.wanted() if cell.audit == name}
+        updates = {cell.defense for cell in cells if cell.figure not in TRAINING_METRICS}
+        pairs = {(cell.defense, cell.attack) for cell in cells if cell.figure in ATTACK_METRICS}
+        trained = {cell.defense for cell in cells if cell.figure in TRAINING_METRICS}
+        about = f"{name}: {spec.model} on {spec.data}"
+        if updates:
+            lines.append(Line(f"{about}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates)))
+        if pairs:
+            counted = sum(_iterations(spec, attack) for _, attack in pairs)
+            cost = _match_seconds(spec.model, _source(spec)) if timed else 0.0
+            lines.append(Line(f"{about}, attacks", len(pairs), counted, counted * spec.batch_size * cost))
+        if trained and spec.utility:
+            how = spec.utility
+            images = how.rounds * how.clients * how.images
+            cost = _train_seconds(how.model, _source(spec)) if timed else 0.0
+            lines.append(Line(f"{about}, trainings of {how.model}", len(trained), images, len(trained) * images * cost))
+    used = dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure)
+    return lines + [Line(f"{name}: {scaled.measures[name]['kind']}", 1, 0, 0.0) for name in used]
+
+
+def _source(spec: AuditSpec) -> str:
+    return str(spec.data).partition(":")[0]
+
+
+def _shape(data: str) -> tuple[tuple[int, int, int], int]:
+    return SHAPES.get(data, PHOTOGRAPH), KNOWN[data].num_classes
+
+
+def _iterations(spec: AuditSpec, text: str) -> int:
+    """Of one attack on all victims."""
+    attack = attacks.parse(text)
+    restarts = getattr(attack, "restarts", 1)
+    return _steps(spec, attack) * (restarts if isinstance(restarts, int) else 1) * spec.victims * spec.updates
+
+
+def _steps(spec: AuditSpec, attack: Attack) -> int:
+    if ".analytic." in type(attack).__module__:
+        return 0  # a closed form
+    own = getattr(attack, "steps", None)
+    if isinstance(own, int):
+        return own
+    if getattr(attack, "paper", "gradveil") != "gradveil":
+        return VARIANTS[attack.paper].steps  # type: ignore[attr-defined]
+    shape, classes = _shape(_source(spec))
+    function = _function(spec.model, _source(spec))
+    nothing = Observation(function, (), shape, classes, torch.zeros(1), torch.ones(1))
+    return steps_for(Target([nothing], torch.zeros(1), generator(0), spec.budget), STEPS)
+
+
+@lru_cache(maxsize=64)
+def _function(model: str, data: str) -> ModelFunction:
+    shape, classes = _shape(data)
+    return ModelFunction(models.build(model, input_shape=shape, num_classes=classes))
+
+
+@lru_cache(maxsize=64)
+def _match_seconds(model: str, data: str) -> float:
+    """Of one iteration on one image: a gradient, and the gradient of its distance."""
+    function, (shape, _) = _function(model, data), _shape(data)
+    state = function.state()
+
+    def work() -> None:
+        x = torch.full((TOGETHER, 1, *shape), 0.5, requires_grad=True)
+        found = function.updates(state, x, torch.zeros(TOGETHER, 1, dtype=torch.long), LocalTraining())
+        torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)  # type: ignore[arg-type]
+
+    return _seconds(work) / TOGETHER
+
+
+@lru_cache(maxsize=64)
+def _train_seconds(model: str, data: str) -> float:
+    function, (shape, _) = _function(model, data), _shape(data)
+    x, y, state = torch.zeros(16, *shape), torch.zeros(16, dtype=torch.long), function.state()
+    return _seconds(lambda: function.gradient(state, x, y)) / 16
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The faster of two runs, the first of which warms up."""
+    times = []
+    with one_thread():
+        for _ in range(2):
+            begun = time.process_time()
+            work()
+            times.append(time.process_time() - begun)
+    return min(times)

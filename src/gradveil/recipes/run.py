@@ -1,0 +1,284 @@
+"""A recipe run: only the cells that its table asks for, each stored once for all recipes of an output folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradveil import __version__
+from gradveil.audit import plan as audit_plan
+from gradveil.audit.case import Case, short_hash
+from gradveil.audit.cells import one_thread
+from gradveil.audit.limits import Limits, find_device, share_of_memory
+from gradveil.audit.plan import make_plan
+from gradveil.audit.progress import Display
+from gradveil.audit.run import Stopped
+from gradveil.audit.store import RunFolder
+from gradveil.audit.workers import run_here, run_in_workers
+from gradveil.files import write_json
+from gradveil.metrics import RECOGNISABLE
+from gradveil.recipes import pictures
+from gradveil.recipes.claims import Place, Value
+from gradveil.recipes.measures import MEASURES
+from gradveil.recipes.recipe import (
+    ATTACK_METRICS,
+    CONTROL,
+    TRAINING_METRICS,
+    UPDATE_METRICS,
+    Cell,
+    Recipe,
+    Scale,
+    Scaled,
+    chosen,
+)
+
+Json = dict[str, Any]
+Say = Callable[[str], None]
+
+# Between seeds, test accuracies of this size of training differ by about two points (docs/results/utility.md).
+SEED_SPREAD = 2.0
+
+
+class Store(RunFolder):
+    """A case's folder among those of all recipes: what defenses train once is kept for every case."""
+
+    @property
+    def cache(self) -> Path:
+        return self.path.parents[1] / "cache"
+
+
+def run_recipe(
+    recipe: Recipe,
+    scale: Scale,
+    out: Path,
+    *,
+    workers: int = 0,
+    device: str = "cpu",
+    display: Callable[[], Display] = Display,
+    say: Say = lambda _: None,
+) -> Json:
+    """The result: every cell of the table, the claims, and what it was measured on. It is also written to `out`."""
+    scaled, begun = recipe.at(scale), time.perf_counter()
+    limits = Limits(share_of_memory(None, max(workers, 1)), find_device(device))
+    found: dict[Cell, Value | str] = {}
+    cost = 0.0
+    folders: dict[str, tuple[Case, RunFolder]] = {}
+    for audit, spec in scaled.specs.items():
+        cells = {cell for cell in scaled.wanted() if cell.audit == audit}
+        if not cells:
+            continue
+        say(f"{recipe.name}: {audit}")
+        case = Case(spec)
+        # Where the data cannot carry an accuracy the audit has no `utility`, and its cells stay empty.
+        empty = {cell for cell in cells if cell.figure in TRAINING_METRICS and spec.utility is None}
+        found |= dict.fromkeys(empty, "not run")
+        with Store(out / "cases" / case.id).opened(case) as folder:
+            folders[audit] = case, folder
+            cost += _complete(case, folder, cells - empty, workers, display(), limits)
+            found |= {cell: _read(case, folder, cell) for cell in cells - empty}
+    for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
+        say(f"{recipe.name}: {name}")
+        values, seconds = _measured(scaled, name, out)
+        cost += seconds
+        for cell in scaled.wanted():
+            if cell.measure == name:
+                found[cell] = values.get(cell.value, f"the measure has no {cell.value}")
+    result = _result(scaled, found, cost, [case for case, _ in folders.values()])
+    file = out / "results" / f"{recipe.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if scaled.pictures:
+        tensors = [folders[p.cell.audit][1].tensors(_key(folders[p.cell.audit][0], p.cell)) for p in scaled.pictures]
+        pictures.write(file.with_suffix(".png"), [t[p.shows] for t, p in zip(tensors, scaled.pictures, strict=True)])
+        result["pictures"] = [p.label for p in scaled.pictures]
+    write_json(file, result)
+    say(f"{recipe.name}: done in {time.perf_counter() - begun:.0f} s")
+    return result
+
+
+# -- audits ------------------------------------------------------------------------------------------------------------
+
+
+def _complete(
+    case: Case, folder: RunFolder, cells: Iterable[Cell], workers: int, display: Display, limits: Limits
+) -> float:
+    """Do what is not stored yet. Returns the seconds that all of these cells took, whenever that was."""
+    plan = {cell.key: cell for cell in make_plan(case)}
+    keys: dict[str, None] = {}
+    for wanted in cells:
+        for key in _with_needs(_key(case, wanted), plan):
+            keys[key] = None
+    ordered = [cell for key, cell in plan.items() if key in keys]
+    left = [cell for cell in ordered if folder.read(cell.key) is None]
+    display.start(len(ordered), len(ordered) - len(left))
+    try:
+        if workers and left:
+            run_in_workers(left, case, folder, display, workers, limits)
+        else:
+            run_here(left, case, folder, display, limits)
+    except KeyboardInterrupt:
+        done = sum(folder.read(cell.key) is not None for cell in ordered)
+        raise Stopped(folder.path, done, len(ordered)) from None
+    finally:
+        display.stop()
+    return sum(folder.outcome(cell.key).get("seconds") or 0.0 for cell in ordered)
+
+
+def _with_needs(key: str, plan: dict[str, audit_plan.Cell]) -> Iterable[str]:
+    yield key
+    for needed in plan[key].needs:
+        yield from _with_needs(needed, plan)
+
+
+def _key(case: Case, cell: Cell) -> str:
+    """The key of the audit's cell that a number of the table comes from."""
+    kind = "attack" if cell.figure in ATTACK_METRICS else "observe" if cell.figure in UPDATE_METRICS else "utility"
+    attack = cell.attack if kind == "attack" else ""
+    return next(c.key for c in make_plan(case) if (c.kind, c.defense, c.attack) == (kind, cell.defense, attack))
+
+
+def _read(case: Case, folder: RunFolder, cell: Cell) -> Value | str:
+    """A stored number, or in words why there is none."""
+    content = folder.outcome(_key(case, cell))
+    if content["status"] != "ok":
+        return f"{content['status']}: {content['error']}"
+    if cell.figure in TRAINING_METRICS:
+        return _training(case, folder, cell, content)
+    if cell.figure == "seconds":
+        return Value(content["seconds"] / (case.spec.victims * case.spec.updates))
+    if cell.figure in UPDATE_METRICS:
+        change = (content["gradient"] or {}).get(cell.figure)
+        return "the model differs, so updates cannot be compared" if change is None else Value(change)
+    return _attack(case, folder, cell, content)
+
+
+def _attack(case: Case, folder: RunFolder, cell: Cell, content: Json) -> Value | str:
+    rows = {row["against"]: row for row in content["rows"]}
+    if cell.against == "fed" and "fed" in rows:
+        row = rows["fed"]
+        if cell.figure == "asr":
+            return Value(100 * row["asr"])
+        spread = row[cell.figure]
+        return Value(spread["mean"], spread["std"], row["scored"]) if cell.statistic == "mean" else _one(spread, cell)
+    if cell.figure == "mse_normalised":
+        tensors, std = folder.tensors(content["key"]), case.data.std.view(-1, 1, 1)
+        gaps = ((tensors["reconstruction"] - tensors["original"]) / std).square().flatten(0, 1).flatten(1).mean(1)
+        return Value.of(gaps.tolist())
+    images = content["victims"]
+    if cell.figure == "asr":
+        return Value.of(100.0 * (image["ssim"] >= RECOGNISABLE) for image in images)
+    if cell.figure == "identified":
+        return Value.of(100.0 * bool(image["identified"]) for image in images)
+    each = [image[cell.figure] for image in images]
+    if any(value is None for value in each):
+        return f"{cell.figure} was not measured"
+    every = Value.of(each)
+    return every if cell.statistic == "mean" else _one({"min": min(each), "max": max(each), "std": every.std}, cell)
+
+
+def _one(spread: Json, cell: Cell) -> Value:
+    return Value(spread[cell.statistic])
+
+
+def _training(case: Case, folder: RunFolder, cell: Cell, content: Json) -> Value | str:
+    curve = content["history"]["acc_test" if cell.figure == "pdm" else cell.figure]
+    places = [i for i, value in enumerate(curve) if value is not None]
+    if cell.round is not None:
+        places = [i for i in places if i == cell.round - 1]
+    if not places:
+        return "not measured in this round"
+    accuracy = curve[places[-1]]
+    tested = len(case.data.test) if cell.figure != "acc_sensitive" else case.spec.utility.images  # type: ignore[union-attr]
+    spread = math.hypot(100 * math.sqrt(accuracy * (1 - accuracy) / tested), SEED_SPREAD)
+    if cell.figure != "pdm":
+        return Value(100 * accuracy, spread)
+    base = _read(case, folder, Cell(cell.audit, CONTROL, metric="acc_test"))
+    if isinstance(base, str) or not base.mean:
+        return "no undefended accuracy to compare with"
+    return Value(100 * (base.mean - 100 * accuracy) / base.mean, 100 * math.hypot(spread, base.std) / base.mean)
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------
+
+
+def _measured(scaled: Scaled, name: str, out: Path) -> tuple[dict[str, Value], float]:
+    """What is not a cell of an audit, stored likewise under a hash of all it rests on."""
+    given = dict(scaled.measures[name])
+    kind = given.pop("kind")
+    file = out / "measures" / f"{short_hash([kind, given, __version__])}.json"
+    if file.is_file():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        begun = time.perf_counter()
+        with one_thread():
+            values = MEASURES[kind](**given, cache=out / "cache")
+        stored = {
+            "kind": kind,
+            "given": given,
+            "seconds": time.perf_counter() - begun,
+            "values": {key: [v.mean, v.std, v.n, list(v.each)] for key, v in values.items()},
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, stored)
+    return {key: Value(m, s, n, tuple(each)) for key, (m, s, n, each) in stored["values"].items()}, stored["seconds"]
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def _result(scaled: Scaled, found: dict[Cell, Value | str], seconds: float, cases: list[Case]) -> Json:
+    recipe = scaled.recipe
+    values = {place: found[cell] for place, cell in scaled.cells.items()}
+    table: dict[Place, Value] = {place: value for place, value in values.items() if isinstance(value, Value)}
+    rows: Json = {}
+    for (row, column), value in values.items():
+        rate = scaled.cells[row, column].figure in ("asr", "identified")  # its spread says nothing
+        rows.setdefault(row, {})[column] = value if isinstance(value, str) else _plain(value, rate)
+    return {
+        "schema": 1,
+        "recipe": recipe.name,
+        "scale": scaled.scale,
+        "settings": short_hash(settings_of(scaled)),
+        "rows": rows,
+        "claims": [claim.judge(table, recipe.rows, recipe.columns).plain() for claim in recipe.claims],
+        "seconds": round(seconds, 1),
+        "environment": _environment(scaled, cases),
+    }
+
+
+def _plain(value: Value, rate: bool) -> list[float]:
+    return [round(value.mean, 4), 0.0 if rate else round(value.std, 4), value.n]
+
+
+def settings_of(scaled: Scaled) -> Json:
+    """All that a recipe says of a result, so that a stored one can be told from a stale one."""
+    recipe = scaled.recipe
+    return {
+        "audits": chosen({"common": recipe.common, **recipe.audits}, scaled.scale),
+        "measures": scaled.measures,
+        "cells": {" | ".join(place): str(cell) for place, cell in scaled.cells.items()},
+    }
+
+
+def _environment(scaled: Scaled, cases: list[Case]) -> Json:
+    seeds = {case.spec.seed for case in cases} | {m["seed"] for m in scaled.measures.values() if "seed" in m}
+    return {
+        "gradveil": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "date": date.today().isoformat(),
+        "seeds": sorted(seeds),
+        "data": {case.data.name: case.data_hash[:12] for case in cases},
+    }

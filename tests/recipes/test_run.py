@@ -1,0 +1,128 @@
+"""Running: only what a table asks for, each cell once for all recipes, and pages that say what was not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradveil.audit import workers
+from gradveil.audit.run import Stopped
+from gradveil.recipes import pages
+from gradveil.recipes.recipe import load
+from gradveil.recipes.run import run_recipe
+
+RECIPE = """
+title: A table of two defenses
+common: {{data: mnist-5k, model: lenet, victims: 2, knowledge: paper, seed: 100}}
+audits: {{a: {{}}}}
+names: {{IG: {{cpu: "ig:steps=2", paper: ig}}}}
+cell: {{audit: a, attack: IG}}
+rows:
+  none: {{defense: none}}
+  pruned: {{defense: "prune:ratio=0.9"}}
+columns:
+  PSNR: {{metric: psnr}}
+  PSNR, best: {{metric: psnr.max}}
+  MSE: {{metric: mse}}
+  ASR: {{metric: asr}}
+  cosine: {{metric: cosine}}
+  accuracy: {{metric: acc_test}}
+{more}
+published:
+  none: [50.0, null, 0.0, 100.0, 1.0, 90.0]
+  pruned: [[10.0, 1.0], null, 0.1, 0.0, 0.9, 80.0]
+claims:
+  - {{text: pruning changes the update, order: [pruned | cosine, none | cosine]}}
+  - {{text: pruning costs accuracy, order: [pruned | accuracy, none | accuracy]}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RECIPE.format(more=""))
+    return file
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    done: list[str] = []
+    real = workers.run_cell
+
+    def run_cell(cell, *rest):  # type: ignore[no-untyped-def]
+        done.append(str(cell))
+        return real(cell, *rest)
+
+    monkeypatch.setattr(workers, "run_cell", run_cell)
+    return done
+
+
+def test_a_table_is_filled_and_its_claims_judged(recipe: Path, tmp_path: Path) -> None:
+    result = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+    none, pruned = result["rows"]["none"], result["rows"]["pruned"]
+    assert none["PSNR"][0] > 3 and none["PSNR"][2] == 2
+    assert none["PSNR, best"][0] >= none["PSNR"][0]
+    assert none["cosine"][0] == pytest.approx(1) and 0.3 < pruned["cosine"][0] < 1
+    assert none["accuracy"] == "not run"  # the audit has no `utility`
+    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "cannot be told"]
+
+
+def test_cells_are_shared_between_recipes_and_runs(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = counted(monkeypatch)
+    first = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+    assert sorted(done) == sorted(
+        f"{what} under {defense}" for what in ("updates", "ig:steps=2") for defense in ("none", "prune:ratio=0.9")
+    )
+    done.clear()
+    other = tmp_path / "other.yaml"
+    other.write_text(recipe.read_text().replace("A table", "Another table"))
+    second = run_recipe(load(str(other)), "cpu", tmp_path / "out")
+    assert done == [] and second["rows"] == first["rows"]
+
+
+def test_ctrl_c_keeps_what_is_done(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = workers.run_cell, []
+
+    def stopping(cell, *rest):  # type: ignore[no-untyped-def]
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(str(cell))
+        return real(cell, *rest)
+
+    monkeypatch.setattr(workers, "run_cell", stopping)
+    with pytest.raises(Stopped, match="2 of 4 cells are done"):
+        run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+    monkeypatch.setattr(workers, "run_cell", real)
+    done = counted(monkeypatch)
+    run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+    assert len(done) == 2 and not set(done) & set(seen)
+
+
+def test_a_section_shows_both_tables_the_claims_and_what_was_reduced(recipe: Path, tmp_path: Path) -> None:
+    mine = load(str(recipe))
+    text = "\n".join(pages.section(mine, run_recipe(mine, "cpu", tmp_path / "out")))
+    assert "| pruned | 10.0 ± 1.0 | – | 0.1 | 0.0 | 0.9 | 80.0 |" in text
+    assert "not run" in text and "cannot be told" in text
+    assert "IG `ig:steps=2` (paper: `ig`)" in text and "Seeds 100" in text
+
+
+def test_pages_name_what_was_not_run(tmp_path: Path) -> None:
+    results = tmp_path / "results" / "refiner"
+    results.mkdir(parents=True)
+    stored = {"recipe": "refiner/figure2", "scale": "cpu", "seconds": 1.0}
+    stored |= {"rows": {"Shift": {"MSE": [0.03, 0.01, 64]}}, "environment": _environment()}
+    stored["claims"] = [{"claim": "c", "verdict": "holds", "figures": "f"}]
+    (results / "figure2.json").write_text(json.dumps(stored))
+    written = pages.write_pages(tmp_path / "results", tmp_path / "docs")
+    assert {file.name for file in written} == {"loda.md", "dcs2.md", "refiner.md", "ats.md", "precode.md", "index.md"}
+    page = (tmp_path / "docs" / "refiner.md").read_text()
+    assert "| Shift | 0.030 ± 0.010 |" in page and "| Noise | not run |" in page
+    index = (tmp_path / "docs" / "index.md").read_text()
+    assert "1 of 45 recipes were run" in index and "| [loda/table1](loda.md#lodatable1) | | not run |" in index
+
+
+def _environment() -> dict[str, object]:
+    return {"seeds": [100], "gradveil": "0", "torch": "2", "python": "3", "machine": "m", "date": "2026-01-01"}
