@@ -147,7 +147,7 @@ def _run(
         try:
             answer = method([observation], seed=seed, budget=budget, progress=tick)[0]
             fit = _fit(observation, answer, RelativeL2())
-        except (Exception, SystemExit) as error:  # one that fails on this update or model; the others may not
+        except Exception as error:  # one that fails on this update or model; the others may not
             found.not_applicable[method.spec] = f"it failed ({type(error).__name__}: {' '.join(str(error).split())})"
             continue
         found.by_attack[method.spec], found.fit[method.spec] = answer, fit
