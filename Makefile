@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt
 
 export FLWR_TELEMETRY_ENABLED = 0
 
-.PHONY: audit test lint format docs clean
+.PHONY: audit test lint format docs wheel-test clean
 
 audit: $(VENV)/.installed
 	$(BIN)/gradveil audit
@@ -26,6 +26,10 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# wheel and sdist, each in an environment of its own and away from the source tree
+wheel-test: $(BIN)/python
+	$(BIN)/python benchmarks/faults/install.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -480,8 +480,8 @@ def main() -> int:
             )
         total = sum(c.total() for c in counts.values())
         about = (
-            f"{total} inputs, {options.inputs} a reader, seed {options.seed}, numbers {options.first} to "
-            f"{options.first + options.inputs - 1}; a hang is more than {SECONDS} s. {time.perf_counter() - begun:.0f} s in all."
+            f"{total} inputs, {options.inputs} a reader, seed {options.seed}, numbered from {options.first} on; "
+            f"a hang is more than {SECONDS} s. {time.perf_counter() - begun:.0f} s in all."
         )
         record("Bad input", "fuzz.py", [about, "", *rows])
     return 1 if faults else 0

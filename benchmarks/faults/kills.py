@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ class Run:
             code = 70
             try:
                 code = main_of_gradveil(words)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(code)
 
@@ -163,18 +166,21 @@ def disturbed(job: Job, expected: Any, folder: Path, rng: random.Random, left: i
     """One run with kills; how many there were."""
     kills = 0
     while True:
-        run = Run(job.words(folder))
-        if run.wait(job.seconds * rng.uniform(0.02, 1.0) if kills < min(MOST, left) else 600) is None:
+        run, at = Run(job.words(folder)), time.monotonic()
+        if run.wait(job.seconds * rng.uniform(0.02, 0.7) if kills < min(MOST, left) else 600) is None:
             run.kill()
             kills += 1
             continue
         if run.code:
             job.unlike.append(f"exit code {run.code}: {run.said()}")
+            print(job.name, run.said(), file=sys.stderr)
         elif job.result(folder) == expected:
             job.equal += 1
         else:
             job.unlike.append("another result")
         job.runs += 1
+        if not kills and not run.code:
+            job.seconds = time.monotonic() - at  # the machine may have been busy at first
         return kills
 
 

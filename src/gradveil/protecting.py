@@ -33,6 +33,7 @@ from gradveil.gradients import ModelFunction
 from gradveil.types import Batch, Tensors, generator
 
 BATCH = 128
+NOTE = "run.json"
 SOFT = ("mixup", "instahide")  # batch-stage defenses that need no model: they encode images, and soften labels
 LOSSLESS = {".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}  # JPEG would undo what a defense put into the pixels
 
@@ -76,12 +77,16 @@ def protect_files(
     method = parse(defense)
     soft = _check_stages(method)
     found = _read(source, size)
-    _check_target(source, target, found, soft)
+    work, done = target.parent / f".{target.name}.unfinished", found.batch
     others = _public(public, found.batch.x, seed) if public else None
     mean, std = _normalisation(others, found.batch.x.shape[1])
-    work, done = target.parent / f".{target.name}.unfinished", found.batch
+    key = _key(method, found, others, seed)
+    if not (
+        target.exists() and _note(work) == key
+    ):  # killed after the copy was put in place: there is little left to do
+        _check_target(source, target, found, soft)
     with room_for(target), alone_in(work, "protect"):
-        _clear(work, _key(method, found, others, seed))
+        _clear(work, key)
         job = Job(work, others, found.classes, mean, std, seed, progress)
         try:
             for place, part in enumerate(
@@ -93,10 +98,13 @@ def protect_files(
         except UserError:  # nothing to go on with
             shutil.rmtree(work)
             raise
-        if found.files is None or soft:
+        if target.exists():
+            pass
+        elif found.files is None or soft:
             _write_npz(target, work, found, done, {"mean": mean, "std": std} if soft else {})
         else:
             _write_folder(target, work, found, done)
+        _empty(work, NOTE)  # the note last: it says whose copy is in place
         shutil.rmtree(work)
     return Copy(target, found.batch, done)
 
@@ -187,13 +195,21 @@ def _key(method: Defense, found: Source, public: Batch | None, seed: int) -> str
 
 def _clear(work: Path, key: str) -> None:
     """Finished batches of another run are of no use."""
-    note = work / "run.json"
-    if note.exists() and json.loads(note.read_text()).get("key") == key:
-        return
+    if _note(work) != key:
+        _empty(work)
+        write_json(work / NOTE, {"key": key})
+
+
+def _note(work: Path) -> str | None:
+    """Which run the batches in the folder are of."""
+    file = work / NOTE
+    return json.loads(file.read_text()).get("key") if file.exists() else None
+
+
+def _empty(work: Path, *kept: str) -> None:
     for path in work.iterdir():
-        if path.name != LOCK:
+        if path.name not in (LOCK, *kept):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(note, {"key": key})
 
 
 @dataclass(frozen=True)

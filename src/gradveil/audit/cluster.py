@@ -40,6 +40,7 @@ def run_on_ray(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Di
 def _connect(at: str) -> Any:
     try:
         import ray
+        import ray.exceptions  # a mere folder of that name is not it
     except ImportError:
         raise UserError("--ray needs the package ray: pip install 'gradveil[cluster]'.") from None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

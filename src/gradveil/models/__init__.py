@@ -90,7 +90,9 @@ def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
         if p.is_meta:
             raise UserError(f"parameter '{name}' of the model is on the device 'meta', where tensors have no values.")
         if p.is_complex():
-            raise UserError(f"parameter '{name}' of the model is complex; attacks and defenses know real numbers alone.")
+            raise UserError(
+                f"parameter '{name}' of the model is complex; attacks and defenses know real numbers alone."
+            )
     modes = {module: module.training for module in model.modules()}
     shape = "×".join(map(str, input_shape))
     try:
