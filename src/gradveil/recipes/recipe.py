@@ -163,7 +163,7 @@ class Scaled:
                 "defenses": list(dict.fromkeys(c.defense for c in used)) or [CONTROL],
                 "attacks": list(dict.fromkeys(c.attack for c in used if c.attack)) or ["ig"],
             }
-            specs[name] = make_spec({"pictures": "none", **shared, **given, **methods})
+            specs[name] = make_spec({"pictures": "shown", **shared, **given, **methods})
         return specs
 
     def wanted(self) -> Iterator[Cell]:

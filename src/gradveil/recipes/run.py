@@ -118,7 +118,7 @@ def _complete(
         for key in _with_needs(_key(case, wanted), plan):
             keys[key] = None
     ordered = [cell for key, cell in plan.items() if key in keys]
-    left = [cell for cell in ordered if folder.read(cell.key) is None]
+    left = [cell for cell in ordered if not _stored(folder, cell)]
     display.start(len(ordered), len(ordered) - len(left))
     try:
         if workers and left:
@@ -131,6 +131,12 @@ def _complete(
     finally:
         display.stop()
     return sum(folder.outcome(cell.key).get("seconds") or 0.0 for cell in ordered)
+
+
+def _stored(folder: RunFolder, cell: audit_plan.Cell) -> bool:
+    """Whether it is done, and with the images that pictures and normalised distances are made of."""
+    found = folder.read(cell.key)
+    return found is not None and (cell.kind != "attack" or found["status"] != "ok" or bool(found["tensors"]))
 
 
 def _with_needs(key: str, plan: dict[str, audit_plan.Cell]) -> Iterable[str]:

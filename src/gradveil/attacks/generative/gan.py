@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -102,10 +103,15 @@ def generator_for(
     network, _ = _networks(public, classes)
     name = _key(public, classes)
     file = cache / f"gan-{name}.safetensors" if cache else None
-    if name not in _KEPT:
-        _KEPT[name] = _read(file) if file and file.exists() else train(public, classes, progress)
-    if file and not file.exists():
-        write_tensors(file, _KEPT[name])
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):  # another process may be training the very same: then we wait for it
+            if name not in _KEPT:
+                _KEPT[name] = _read(file) if file.exists() else train(public, classes, progress)
+            if not file.exists():
+                write_tensors(file, _KEPT[name])
+    elif name not in _KEPT:
+        _KEPT[name] = train(public, classes, progress)
     network.load_state_dict(_KEPT[name])
     return network.eval().requires_grad_(False)
 
