@@ -214,7 +214,9 @@ def _digest(tensors: Tensors, *texts: str) -> str:
     digest = hashlib.sha256("\x1f".join(texts).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        if tensor.numel():
+            flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
