@@ -20,7 +20,7 @@ HEAD = """# The standard suite, defense by defense
 Each row is one defense under its strongest attack, its counters included. `identified` is the share of victims whose image
 is nearest to what was rebuilt among all others of its class, with its 95 % interval; PSNR, SSIM and ASR (share of images with
 SSIM of 0.6 and more) take for every victim the attack that got most of it. What a verdict means, and what not, is told
-in [Concepts](../concepts.md).
+in [Concepts](../concepts.md). Sections with other attacks than the suite's name them in their command.
 """
 
 
@@ -61,6 +61,8 @@ def section(folder: Path) -> str:
 
 def row(defense: Json) -> str:
     worst = defense["worst"]
+    if not worst:
+        return f"| `{defense['spec']}` | no attack applies | | | | | | |"
     cosine = (defense["gradient"] or {}).get("cosine")
     return (
         f"| `{defense['spec']}` | `{strongest(defense)['spec']}` | {worst['psnr']['mean']:.1f} | {worst['ssim']['mean']:.2f} "
