@@ -65,7 +65,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(
     began = (tmp_path / "state.safetensors").stat().st_mtime_ns
     same(undisturbed, train(module, data, "gaussian:std=0.001", folder=tmp_path, **how))
     assert (tmp_path / "state.safetensors").stat().st_mtime_ns == began  # nothing was left to do
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["history.json", "state.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "history.json", "state.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_model_or_other_images_do_not_go_on_here(
 
 def test_folders_that_cannot_be_used(plain: nn.Module, data: DataSet, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot make the folder"):
+    with pytest.raises(UserError, match="cannot write there"):
         train(plain, data, "none", rounds=1, folder=tmp_path / "file", **SMALL)
     (tmp_path / "history.json").write_text("{}")
     with pytest.raises(UserError, match="choose another folder"):

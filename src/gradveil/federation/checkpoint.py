@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,6 @@ class Checkpoint:
 
     def load(self) -> tuple[History, Tensors]:
         """The history so far, with its state, and the server's velocity; an empty history where there is none."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the folder {self.folder}: {error.strerror}.") from None
-        if not os.access(self.folder, os.W_OK):
-            raise UserError(f"cannot write to the folder {self.folder}.")
         path = self.folder / STATE
         if not path.exists():
             if (self.folder / HISTORY).exists():

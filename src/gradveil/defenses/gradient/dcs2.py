@@ -91,7 +91,9 @@ class DCS2(Defense):
 
     def prepare(self, setup: Setup) -> Batch | None:
         if setup.private.y.ndim == 2 and not takes_classes(setup.model.loss_fn, setup.num_classes):
-            raise UserError("dcs2 draws class labels for concealed samples, and under this loss targets are no classes.")
+            raise UserError(
+                "dcs2 draws class labels for concealed samples, and under this loss targets are no classes."
+            )
         if setup.public is not None and setup.public.x.shape[1:] != setup.private.x.shape[1:]:
             shapes = [tuple(b.x.shape[1:]) for b in (setup.public, setup.private)]
             raise UserError(f"dcs2 starts from public images: theirs is {shapes[0]}, the private ones' is {shapes[1]}.")
