@@ -84,6 +84,7 @@ def main() -> None:
     arguments.add_argument("--lr", type=float, default=0.05)
     arguments.add_argument("--images-per-client", type=int, default=200)
     arguments.add_argument("--seeds", type=int, default=1, help="so many for all but the costly defenses")
+    arguments.add_argument("--single", nargs="*", default=CRAFTING, help="those that defend one client of ten")
     arguments.add_argument("--only", nargs="*", default=[*SETTINGS, *CRAFTING])
     arguments.add_argument("--workers", type=int, default=os.cpu_count())
     arguments.add_argument("--work", type=Path, default=Path("runs/utility"))
@@ -94,13 +95,13 @@ def main() -> None:
         {
             **{"data": given.data, "model": given.model, "defense": defense, "rounds": given.rounds, "lr": given.lr},
             **{"images": given.images_per_client, "seed": seed, "work": str(given.work)},
-            "defended": 1 if _name(defense) in CRAFTING else "all",
+            "defended": 1 if _name(defense) in given.single else "all",
         }
         for defense in dict.fromkeys(["none", *given.only])
         for seed in range(1 if _name(defense) in COSTLY else given.seeds)
     ]
     with ProcessPoolExecutor(given.workers) as pool:
-        rows = list(pool.map(one, sorted(jobs, key=lambda j: _name(j["defense"]) not in CRAFTING)))
+        rows = list(pool.map(one, sorted(jobs, key=lambda j: j["defended"] == "all")))
     write(rows, given)
 
 
