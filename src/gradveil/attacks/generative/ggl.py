@@ -1,6 +1,6 @@
 """GGL (Li et al. 2022): the search stays among images that a generative network can make, so that little has to be known.
 
-1. A generator is trained on public images (`gan`), once; one that knows classes is better by 3 dB on digits.
+1. A generator is trained on public images (`gan`), once; it knows classes where the public images have all of them.
 2. What the defense did is read off the update: entries or columns that are exactly zero do not count on either side;
    the cosine makes a clipping bound irrelevant. Where the first linear layer's gradients are those of one image, its exact
    input and the signal behind it replace all later layers, random ones included.

@@ -6,7 +6,7 @@
 3. Decode by kernel ridge regression, closed form: an image is its class mean plus what the updates most like this one
    went with. A kernel counts twice between updates of one class. Which kernel and how much ridge is decided by the
    leave-one-out error on public images; no private image is involved.
-4. A small network improves on the pictures (`polish`): by 0.6 dB under pruning, 1 dB under noise in our measurements.
+4. A small network improves on the pictures (`polish`).
 
 Nothing here depends on the net being smooth, the noise being small or entries being there: it stands where matching has
 nothing to hold on to.
