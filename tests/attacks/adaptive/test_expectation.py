@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from gradveil.attacks import parse
-from gradveil.attacks.adaptive.expectation import _through
+from gradveil.attacks.adaptive.expectation import _Defended
+from gradveil.attacks.base import Target
+from gradveil.attacks.generative.rehearsal import copy_of_client
+from gradveil.attacks.matching.engine import Match
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense
 from gradveil.errors import UserError
+from gradveil.types import generator
 
 
 class Reversed(Defense):
@@ -30,12 +34,26 @@ def test_what_the_defense_does_is_done_to_our_update_too(
     assert best_psnr(parse("ig:steps=200")(seen), truth).mean() < 14
 
 
-def test_a_gradient_is_its_own_or_goes_straight_through() -> None:
-    before = {"a": torch.tensor([0.4, 1.6], requires_grad=True), "b": torch.tensor([1.0, 3.0], requires_grad=True)}
-    after = _through(before, {"a": before["a"].round(), "b": 2 * before["b"]})
-    assert after["a"].tolist() == [0.0, 2.0]
-    assert torch.autograd.grad(after["a"].sum(), before["a"])[0].tolist() == [1.0, 1.0]
-    assert torch.autograd.grad(after["b"].sum(), before["b"])[0].tolist() == [2.0, 2.0]
+class Coarse(Defense):
+    """Sends the first tensor rounded to tenths, the others doubled."""
+
+    def update(self, tensors: dict, step: object) -> dict:
+        first, *others = tensors
+        return {first: (tensors[first] * 10).round() / 10, **{n: 2 * tensors[n] for n in others}}
+
+
+def test_a_gradient_is_its_own_or_goes_straight_through(shapes: DataSet, observe_victims: Callable) -> None:
+    seen, _ = observe_victims(data=shapes, victims=1, defense=f"{__name__}:Coarse", level="paper")
+    target = Target(seen, torch.stack([o.knowledge.labels for o in seen]), generator("test"))
+    problem = _Defended(target, Match(restarts=1), copy_of_client(target, None), draws=1)
+    x = torch.rand(target.shape, generator=generator("x")).requires_grad_()
+    sent = problem._defended(x, target.labels, target.state, (0, 0, 0))
+    plain = target.model.gradients(target.state, x, target.labels)
+    first, *others = plain
+    assert torch.allclose(sent[first], (plain[first] * 10).round() / 10)
+    for name, factor in [(first, 1.0), (others[0], 2.0)]:
+        found, own = (torch.autograd.grad(t[name].sum(), x, retain_graph=True)[0] for t in (sent, plain))
+        assert torch.allclose(found, factor * own, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

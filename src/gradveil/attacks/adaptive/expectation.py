@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
-from gradveil.attacks.generative.rehearsal import cost_of_round, defense_of
+from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
 from gradveil.attacks.matching.distances import Cosine, Distance
 from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import Adam
@@ -51,7 +51,7 @@ class Expectation(Attack):
         return None
 
     def run(self, target: Target) -> Answer:
-        client = _client(target)
+        client = copy_of_client(target, target.knowledge.public)
         _affordable(target, client)
         draws = self.draws if client.defense.random else 1
         steps = steps_for(target, self.steps, least=2)
@@ -69,32 +69,11 @@ class Expectation(Attack):
         return Answer(options[rows, pick], expected[rows, pick], iterations=solution.iterations)
 
 
-def _client(target: Target, *, undefended: bool = False) -> Client:
-    first, known = target.first, target.knowledge.public
-    own = (
-        known
-        if known is not None and len(known)
-        else Batch(torch.full((1, *first.input_shape), 0.5), torch.zeros(1).long())
-    )
-    return Client(
-        first.model,
-        Nothing() if undefended else defense_of(target),
-        target.training,
-        state=target.state,
-        private=own,
-        public=known,
-        num_classes=first.num_classes,
-        mean=first.mean,
-        std=first.std,
-    )
-
-
 def _affordable(target: Target, client: Client) -> None:
     images = torch.rand(target.shape[1:], generator=generator("expectation"))
     batch = Batch(images, target.labels[0] if target.labels.ndim == 2 else target.labels[0].argmax(-1))
-    ratio = cost_of_round(client, target.state, batch) / cost_of_round(
-        _client(target, undefended=True), target.state, batch
-    )
+    plain = copy_of_client(target, target.knowledge.public, Nothing())
+    ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
     if ratio > DEAR:
         raise UserError(
             f"attack 'expectation' does not apply: one round of the defense costs as much as {ratio:.0f} without it."
@@ -107,6 +86,7 @@ class _Defended(Problem):
     def __init__(self, target: Target, match: Match, client: Client, draws: int):
         super().__init__(target, match.distance, match.priors, restarts=match.restarts)
         self.client, self.draws, self.calls = client, draws, 0
+        self.sloped: dict[str, bool] = {}  # which tensors keep a slope through the update stage
 
     def mismatch(
         self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
@@ -115,8 +95,8 @@ class _Defended(Problem):
         self.calls += 1
         total = torch.zeros(len(x))
         for i, state in enumerate(self.states):
-            means = [self._expected(x[k], int(row), state, i) for k, row in enumerate(picked)]
-            found = {n: torch.stack([m[n] for m in means]) for n in means[0]}
+            drawn = [self._defended(x, self.labels[picked], state, (self.calls, i, d)) for d in range(self.draws)]
+            found = {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
             total = total + self.compare(found, rows, i, distance)
         return total / len(self.states)
 
@@ -125,40 +105,43 @@ class _Defended(Problem):
         self.calls = -1
         return self.mismatch(x, torch.arange(len(x)) * self.restarts)
 
-    def _expected(self, x: Tensor, row: int, state: Tensors, sighting: int) -> Tensors:
-        drawn = [self._draw(x, row, state, (self.calls, sighting, d)) for d in range(self.draws)]
-        return {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
+    def _defended(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> Tensors:
+        """One defended update of each row of candidate images. All rows see the same draws."""
+        steps, images, labels = zip(*(self._fed(*row, state, key) for row in zip(x, y, strict=True)), strict=True)
+        noise = {n: torch.stack([s.noise[n] for s in steps]) for n in steps[0].noise}
+        plain = self.client.model.gradients(state, torch.stack(images), torch.stack(labels), noise)
+        sent = [self._sent({n: t[k] for n, t in plain.items()}, step) for k, step in enumerate(steps)]
+        return {n: torch.stack([row[n] for row in sent]) for n in self.names}
 
-    def _draw(self, x: Tensor, row: int, state: Tensors, key: tuple[int, ...]) -> Tensors:
-        """One defended update of one victim's candidate images. All victims see the same draws."""
+    def _fed(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> tuple[Step, Tensor, Tensor]:
+        """What the defense makes of one row's images and labels, with the slope of the images themselves."""
         client, rng = self.client, generator("expectation", *key)
-        defense, y = client.defense, self.labels[row]
         with torch.no_grad():
             shown = Batch(self.target.denormalize(x.detach()).clamp(0, 1), y)
             step = Step(client.model, state, shown, client.mean, client.std, client.num_classes, rng, client.memory)
-            step.batch = defense.batch(defense.data(shown, step), step)
-            step.noise = client.model.draw_noise(len(step.batch), rng)
-        fed, same = step.normalize(step.batch.x), len(step.batch) == len(x)
-        image = x + (fed - self.target.normalize(shown.x)).detach() if same else x
-        plain = client.model.gradients(state, image[None], step.batch.y[None] if same else y[None], _rows(step.noise))
-        plain = {n: t[0] for n, t in plain.items()}
+            step.batch = client.defense.batch(client.defense.data(shown, step), step)
+            same = len(step.batch) == len(x)
+            step.noise = client.model.draw_noise(len(x), rng)
+        if not same:
+            return step, x, y
+        return step, x + (step.normalize(step.batch.x) - self.target.normalize(shown.x)).detach(), step.batch.y
+
+    def _sent(self, plain: Tensors, step: Step) -> Tensors:
+        """What the defense makes of one row's gradient."""
+        defense = self.client.defense
         with torch.no_grad():
             changed = defense.gradient({n: t.detach() for n, t in plain.items()}, step)
-        after = {n: t + (changed[n] - t).detach() for n, t in plain.items()}
-        return _through(after, defense.update(after, step))
+        before = {n: t + (changed[n] - t).detach() for n, t in plain.items()}
+        after = defense.update(before, step)
+        return {n: self._through(n, before[n], t) for n, t in after.items()}
 
-
-def _rows(noise: Tensors) -> Tensors:
-    return {n: t[None] for n, t in noise.items()}
-
-
-def _through(before: Tensors, after: Tensors) -> Tensors:
-    """Each tensor with a gradient: its own where the stage left one, else straight through."""
-    kept = {}
-    for name, t in after.items():
-        ours = before[name]
-        kept[name] = t if not ours.requires_grad or _has_slope(t, ours) else ours + (t - ours).detach()
-    return kept
+    def _through(self, name: str, before: Tensor, after: Tensor) -> Tensor:
+        """A tensor with a gradient: its own where the stage left one, else straight through."""
+        if not before.requires_grad:
+            return after
+        if name not in self.sloped:
+            self.sloped[name] = _has_slope(after, before)
+        return after if self.sloped[name] else before + (after - before).detach()
 
 
 def _has_slope(after: Tensor, before: Tensor) -> bool:

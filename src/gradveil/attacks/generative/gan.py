@@ -14,14 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Progress
-from gradveil.errors import UserError
-from gradveil.files import write_tensors
+from gradveil.trained import resumable, trained_once
 from gradveil.types import Batch, Tensors, generator
 
 LATENT, WIDTH = 64, 32
@@ -103,15 +99,8 @@ def generator_for(
     network, _ = _networks(public, classes)
     name = _key(public, classes)
     file = cache / f"gan-{name}.safetensors" if cache else None
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):  # another process may be training the very same: then we wait for it
-            if name not in _KEPT:
-                _KEPT[name] = _read(file) if file.exists() else train(public, classes, progress)
-            if not file.exists():
-                write_tensors(file, _KEPT[name])
-    elif name not in _KEPT:
-        _KEPT[name] = train(public, classes, progress)
+    if name not in _KEPT or (file and not file.exists()):
+        _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, classes, progress, partial))
     network.load_state_dict(_KEPT[name])
     return network.eval().requires_grad_(False)
 
@@ -119,17 +108,10 @@ def generator_for(
 def _key(public: Batch, classes: int) -> str:
     facts = (VERSION, LATENT, WIDTH, STEPS, CRITIC, BATCH, RATE, BETAS, PENALTY, AVERAGE, classes)
     key = hashlib.sha256(repr((facts, tuple(public.x.shape))).encode())
-    key.update(public.x.contiguous().numpy().tobytes())
+    key.update(public.x.cpu().contiguous().numpy().tobytes())
     if classes:
-        key.update(public.y.contiguous().numpy().tobytes())
+        key.update(public.y.cpu().contiguous().numpy().tobytes())
     return key.hexdigest()[:24]
-
-
-def _read(file: Path) -> Tensors:
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise UserError(f"{file} is damaged ({error}); remove it.") from None
 
 
 def _networks(public: Batch, classes: int) -> tuple[Generator, Critic]:
@@ -139,7 +121,7 @@ def _networks(public: Batch, classes: int) -> tuple[Generator, Critic]:
         return Generator((channels, height, width), classes), Critic((channels, height, width), classes)
 
 
-def train(public: Batch, classes: int, progress: Progress | None = None) -> Tensors:
+def train(public: Batch, classes: int, progress: Progress | None = None, checkpoint: Path | None = None) -> Tensors:
     """The generator's weights, averaged along its training."""
     rng, (network, critic) = generator(0, "gan"), _networks(public, classes)
     steps = min(STEPS, 2 * len(public))
@@ -151,7 +133,7 @@ def train(public: Batch, classes: int, progress: Progress | None = None) -> Tens
         rows = torch.randint(len(public), (BATCH,), generator=rng)
         return public.x[rows], public.y[rows], torch.randn(BATCH, LATENT, generator=rng)
 
-    for step in range(steps):
+    for step in resumable(steps, checkpoint, (network, critic, average, climb, follow, rng)):
         for _ in range(CRITIC):
             x, y, z = draw()
             with torch.no_grad():

@@ -6,23 +6,30 @@ and it is believed only where it lowers the error on public images that it was n
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
-from gradveil.types import generator
+from gradveil.trained import Shuffled, resumable, trained_once
+from gradveil.types import Tensors, generator
 
 WIDTH, KERNEL = 24, 5
 EPOCHS, BATCH, RATE = 8, 64, 2e-3
 HELD = 0.2  # share of the images that decide
 LEAST = 50  # images below which there is nothing to learn from
+VERSION = "1"  # of all this, in the names of stored networks
 
 
-def polish(decoded: Tensor, means: Tensor, truth: Tensor, asked: Tensor, asked_means: Tensor) -> Tensor:
+def polish(
+    decoded: Tensor, means: Tensor, truth: Tensor, asked: Tensor, asked_means: Tensor, cache: Path | None = None
+) -> Tensor:
     """`asked` after the network, or as it was. All are n × C × H × W pixels; `means` those of each image's class."""
     held = int(len(truth) * HELD)
     if len(truth) < LEAST:
         return asked
-    network = _trained(decoded[held:], means[held:], truth[held:])
+    network = _network_for(decoded[held:], means[held:], truth[held:], cache)
     before = ((decoded[:held].clamp(0, 1) - truth[:held]) ** 2).mean()
     after = ((_through(network, decoded[:held], means[:held]).clamp(0, 1) - truth[:held]) ** 2).mean()
     return _through(network, asked, asked_means) if after < before else asked
@@ -33,8 +40,23 @@ def _through(network: nn.Module, decoded: Tensor, means: Tensor) -> Tensor:
     return decoded + network(torch.cat([decoded, means], 1))  # type: ignore[no-any-return]
 
 
-def _trained(decoded: Tensor, means: Tensor, truth: Tensor) -> nn.Module:
-    rng, channels = generator("polish"), truth.shape[1]
+def _network_for(decoded: Tensor, means: Tensor, truth: Tensor, cache: Path | None) -> nn.Module:
+    """Trained on these pictures; taken from the cache where the same was trained before."""
+    network = _network(truth.shape[1])
+    name = _key(decoded, means, truth) if cache else ""
+    file = cache / f"polish-{name}.safetensors" if cache else None
+    network.load_state_dict(trained_once(file, lambda partial: _train(network, decoded, means, truth, partial)))
+    return network.eval().requires_grad_(False)
+
+
+def _key(*pictures: Tensor) -> str:
+    key = hashlib.sha256(repr((VERSION, WIDTH, KERNEL, EPOCHS, BATCH, RATE, tuple(pictures[0].shape))).encode())
+    for part in pictures:
+        key.update(part.cpu().contiguous().numpy().tobytes())
+    return key.hexdigest()[:24]
+
+
+def _network(channels: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator("polish-weights").initial_seed())
         network = nn.Sequential(
@@ -47,15 +69,20 @@ def _trained(decoded: Tensor, means: Tensor, truth: Tensor) -> nn.Module:
     nn.init.zeros_(last.weight)  # it begins by changing nothing
     if last.bias is not None:
         nn.init.zeros_(last.bias)
-    optimizer = torch.optim.Adam(network.parameters(), RATE)
-    total = EPOCHS * -(-len(truth) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=total)
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(truth), generator=rng).split(BATCH):
-            with torch.enable_grad():
-                loss = ((_through(network, decoded[rows], means[rows]) - truth[rows]) ** 2).mean()
-                optimizer.zero_grad()
-                loss.backward()
-            optimizer.step()
-            schedule.step()
-    return network.eval().requires_grad_(False)
+    return network
+
+
+def _train(network: nn.Module, decoded: Tensor, means: Tensor, truth: Tensor, checkpoint: Path | None) -> Tensors:
+    rng, optimizer = generator("polish"), torch.optim.Adam(network.parameters(), RATE)
+    shuffled = Shuffled(len(truth), BATCH, rng)
+    steps = shuffled.steps(EPOCHS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    for _ in resumable(steps, checkpoint, (network, optimizer, schedule, shuffled, rng)):
+        rows = shuffled.draw()
+        with torch.enable_grad():
+            loss = ((_through(network, decoded[rows], means[rows]) - truth[rows]) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        schedule.step()
+    return network.state_dict()

@@ -56,15 +56,17 @@ def public_batch(target: Target) -> Batch:
     return Batch(x, y)
 
 
-def copy_of_client(target: Target, public: Batch, defense: Defense | None = None) -> Client:
-    """A client that holds the public images and defends them as the victims do, with draws of its own."""
+def copy_of_client(target: Target, public: Batch | None, defense: Defense | None = None) -> Client:
+    """A client that holds the public images (a grey one where there are none) and defends them as the victims do, with
+    draws of its own."""
     first = target.first
+    grey = Batch(torch.full((1, *first.input_shape), 0.5), torch.zeros(1).long())
     return Client(
         first.model,
         defense or defense_of(target),
         target.training,
         state=target.state,
-        private=public,
+        private=public if public is not None and len(public) else grey,
         public=public,
         num_classes=first.num_classes,
         mean=first.mean,

@@ -8,14 +8,17 @@ is ruled by one layer on some initialisations, the layer-relative L2 is ill-cond
 1. every other victim starts once for each distance, all in one batched L-BFGS, down a ladder of TV weights (a strong prior
    first, which chooses among what the update alone leaves open);
 2. all rows finish under one common distance, and the adversary keeps the row with the lowest residual;
-3. victims close to the truth but not there go down the ladder again from where they are;
-4. victims that did not converge get new starts, then signed Adam with a strong prior, which kinks (ReLU, max-pool) and
-   noise do not stop. Again the residual decides.
+3. victims that did not converge get new starts, and those close to the truth go down the ladder again from where they
+   are; one that ends where it was before is settled: its update does not fit, and no other start will make it;
+4. who is still open gets signed Adam with a strong prior, which kinks (ReLU, max-pool) and noise do not stop. Again the
+   residual decides.
+
+Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: only step 4 is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
 CLOSE = 0.1  # residual below which going on from here beats a new start
+SAME = 0.01  # relative change of the residual within which a victim has ended where it was before
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim stands
 
 Options = Callable[[Target], dict[str, Any]]
@@ -67,18 +71,22 @@ class Swift(Attack):
     def reconstruct(self, target: Target, options: Options = plain) -> Answer:
         """The attack, with what a counter knows (`options` of the problem: masks, tensors that count, a transform)."""
         x, residual, used = self._begin(target, options)
+        settled: set[int] = set()
         for again in range(self.restarts):
             # Far away stand kinks or noise, and new starts do not help there.
-            rows = [i for i in _open(residual, self.converged) if residual[i] < 0.3]
+            rows = [i for i in _open(residual, self.converged, settled) if residual[i] < 0.3]
             if not rows:
                 break
             found = _portfolio(target.subset(rows, f"start {again}"), 0.1 if again == 0 else 0.5, options)
+            settled |= _unmoved(residual, rows, found)
             used += _keep_better(x, residual, rows, found)
         for _ in range(self.cycles):
-            rows = [i for i in _open(residual, self.exact) if residual[i] < CLOSE]
+            rows = [i for i in _open(residual, self.exact, settled) if residual[i] < CLOSE]
             if not rows:
                 break
-            used += _keep_better(x, residual, rows, _cycle(target.subset(rows), x[rows], options))
+            found = _cycle(target.subset(rows), x[rows], options)
+            settled |= _unmoved(residual, rows, found)
+            used += _keep_better(x, residual, rows, found)
         rows = _open(residual, 10 * self.converged)
         if rows and self.adam_steps:
             part = target.subset(rows, "adam")
@@ -91,7 +99,9 @@ class Swift(Attack):
         return Answer(x, residual, iterations=used)
 
     def _begin(self, target: Target, options: Options) -> tuple[Tensor, Tensor, int]:
-        """The closed form where it comes close, the portfolio for everyone else."""
+        """The closed form where it comes close, the portfolio for everyone else, where the net allows an exact fit."""
+        if _draws_unknown_noise(target):
+            return Start(scale=0.1).draw(target, 1, target.rng), torch.full((target.shape[0],), float("inf")), 0
         exact = [a for a in map(parse, CLOSED) if a.applies(target.first) is None] if options is plain else []
         if not self.closed or not exact:
             return _portfolio(target, 0.1, options)
@@ -139,8 +149,19 @@ def _descend(
     return solution.x, solution.iterations
 
 
-def _open(residual: Tensor, limit: float) -> list[int]:
-    return (residual > limit).nonzero().flatten().tolist()
+def _draws_unknown_noise(target: Target) -> bool:
+    drawn = target.model.draw_noise(1, torch.Generator())
+    return any(name not in o.knowledge.secrets for name in drawn for o in target.observations)
+
+
+def _open(residual: Tensor, limit: float, settled: Collection[int] = ()) -> list[int]:
+    return [i for i in (residual > limit).nonzero().flatten().tolist() if i not in settled]
+
+
+def _unmoved(residual: Tensor, rows: list[int], found: tuple[Tensor, Tensor, int]) -> set[int]:
+    """The victims of `rows` that ended with the residual they had."""
+    before = residual[rows]
+    return {rows[i] for i in ((found[1] - before).abs() <= SAME * before).nonzero().flatten().tolist()}
 
 
 def _keep_better(x: Tensor, residual: Tensor, rows: list[int], found: tuple[Tensor, Tensor, int]) -> int:
