@@ -108,6 +108,19 @@ def test_it_gives_pictures_or_says_why_not(
 
 
 @pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", [n for n in EVERY if any(n in cls.counters for cls in defenses)])
+def test_a_counter_stays_finite_with_what_it_really_knows(
+    name: str, observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractors, "STEPS", 3)
+    for title, ground in grounds(name).items():
+        if title.startswith("counters"):
+            seen, _ = observe_victims(data=shapes, victims=1, level="realistic", **ground)
+            found = answers(parse(name), seen)
+            assert isinstance(found, str) or [one.failed for one in found] == [None], title
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", EVERY)
 def test_it_leaves_the_global_random_stream_alone(name: str, observe_victims: Callable, shapes: DataSet) -> None:
     seen, _ = observe_victims(data=shapes, victims=1)

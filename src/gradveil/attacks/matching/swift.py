@@ -66,6 +66,9 @@ class Swift(Attack):
     adam_steps: int = Field(default=1200, ge=0)  # for those that never converge
 
     def run(self, target: Target) -> Answer:
+        if self.adam_steps and _draws_unknown_noise(target):
+            x, residual, used = self._signed(target, plain)
+            return Answer(x, residual, iterations=used)
         return self.reconstruct(target)
 
     def reconstruct(self, target: Target, options: Options = plain) -> Answer:
@@ -89,19 +92,19 @@ class Swift(Attack):
             used += _keep_better(x, residual, rows, found)
         rows = _open(residual, 10 * self.converged)
         if rows and self.adam_steps:
-            part = target.subset(rows, "adam")
-            steps = steps_for(part, self.adam_steps)
-            match = Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps=steps, box=True)
-            problem = Problem(part, match.distance, match.priors, **options(part))
-            solution = solve(part, match, problem=problem)
-            found = (solution.x, problem.residual(solution.x, RelativeL2()), solution.iterations)
-            used += _keep_better(x, residual, rows, found)
+            used += _keep_better(x, residual, rows, self._signed(target.subset(rows, "adam"), options))
         return Answer(x, residual, iterations=used)
 
+    def _signed(self, target: Target, options: Options) -> tuple[Tensor, Tensor, int]:
+        """Step 4."""
+        steps = steps_for(target, self.adam_steps)
+        match = Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps=steps, box=True)
+        problem = Problem(target, match.distance, match.priors, **options(target))
+        solution = solve(target, match, problem=problem)
+        return solution.x, problem.residual(solution.x, RelativeL2()), solution.iterations
+
     def _begin(self, target: Target, options: Options) -> tuple[Tensor, Tensor, int]:
-        """The closed form where it comes close, the portfolio for everyone else, where the net allows an exact fit."""
-        if _draws_unknown_noise(target):
-            return Start(scale=0.1).draw(target, 1, target.rng), torch.full((target.shape[0],), float("inf")), 0
+        """The closed form where it comes close, the portfolio for everyone else."""
         exact = [a for a in map(parse, CLOSED) if a.applies(target.first) is None] if options is plain else []
         if not self.closed or not exact:
             return _portfolio(target, 0.1, options)
