@@ -142,7 +142,7 @@ def _read(source: Path, size: int | None) -> Source:
 
 
 def _batch(images: Images) -> Batch:
-    pixels = torch.from_numpy(np.ascontiguousarray(images.pixels.transpose(0, 3, 1, 2)))
+    pixels = torch.from_numpy(np.array(images.pixels.transpose(0, 3, 1, 2), order="C"))
     return Batch(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float(), torch.from_numpy(images.y))
 
 

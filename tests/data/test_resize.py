@@ -27,3 +27,9 @@ def test_the_middle_square_is_kept() -> None:
     x = np.arange(4 * 10, dtype=np.uint8).reshape(1, 4, 10, 1)
     assert np.array_equal(fit(x, 4), x[:, :, 3:7])
     assert np.array_equal(fit(x.transpose(0, 2, 1, 3), 4), x.transpose(0, 2, 1, 3)[:, 3:7])
+
+
+@pytest.mark.filterwarnings("error")
+def test_images_of_a_file_that_may_only_be_read_are_resized_without_a_word() -> None:
+    x = np.frombuffer(bytes(range(64)), np.uint8).reshape(1, 8, 8, 1)
+    assert fit(x, 4).shape == (1, 4, 4, 1)

@@ -20,7 +20,7 @@ def fit(x: Array, size: int) -> Array:
         return x
     out = np.empty((len(x), size, size, x.shape[3]), dtype=x.dtype)
     for i in range(0, len(x), CHUNK):
-        pixels = torch.from_numpy(np.ascontiguousarray(x[i : i + CHUNK].transpose(0, 3, 1, 2))).float()
+        pixels = torch.from_numpy(np.array(x[i : i + CHUNK].transpose(0, 3, 1, 2), order="C")).float()
         if side % size == 0:
             pixels = interpolate(pixels, size=(size, size), mode="area")
         else:
