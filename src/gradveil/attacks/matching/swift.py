@@ -13,7 +13,7 @@ is ruled by one layer on some initialisations, the layer-relative L2 is ill-cond
 4. who is still open gets signed Adam with a strong prior, which kinks (ReLU, max-pool) and noise do not stop. Again the
    residual decides.
 
-Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: only step 4 is left.
+Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: no step 3.
 """
 
 from __future__ import annotations
@@ -66,15 +66,12 @@ class Swift(Attack):
     adam_steps: int = Field(default=1200, ge=0)  # for those that never converge
 
     def run(self, target: Target) -> Answer:
-        if self.adam_steps and _draws_unknown_noise(target):
-            x, residual, used = self._signed(target, plain)
-            return Answer(x, residual, iterations=used)
         return self.reconstruct(target)
 
     def reconstruct(self, target: Target, options: Options = plain) -> Answer:
         """The attack, with what a counter knows (`options` of the problem: masks, tensors that count, a transform)."""
         x, residual, used = self._begin(target, options)
-        settled: set[int] = set()
+        settled = set(range(target.shape[0])) if _draws_unknown_noise(target) else set()
         for again in range(self.restarts):
             # Far away stand kinks or noise, and new starts do not help there.
             rows = [i for i in _open(residual, self.converged, settled) if residual[i] < 0.3]
