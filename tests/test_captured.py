@@ -221,6 +221,36 @@ def test_metadata_of_a_delta_that_lies_is_told(facts: dict[str, Any], tmp_path: 
     refused(lambda: gv.attack(path, module, attacks=["ig:steps=1"]))
 
 
+class Recurrent(nn.Module):
+    """A part of it gives a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(144, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cell(torch.sigmoid(self.first(x.flatten(1)))[:, None])[0][:, 0])  # type: ignore[no-any-return]
+
+
+def test_a_closed_form_that_does_not_know_a_part_leaves_it_to_the_others(image: Tensor) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Recurrent()
+    sent = Update(gradient(module, image, [LABEL]))
+    found = gv.attack(sent, module, attacks=["linear", "rgap"], **KNOWN)
+    assert list(found.by_attack) == ["linear"] and "straight line" in found.not_applicable["rgap"]
+    swift = gv.attack(sent, module, attacks=["swift:restarts=0,cycles=0,adam_steps=2"], budget="quick", **KNOWN)
+    assert quality(swift, image) > 15 and not swift.not_applicable
+
+
+def test_layers_without_weights_are_told(image: Tensor) -> None:
+    module = nn.Sequential(nn.Flatten(), nn.LazyLinear(4))
+    with pytest.raises(UserError, match="call it on some images once"):
+        gv.attack(Update({"1.weight": torch.zeros(4, 144)}), module, **KNOWN)
+    module(image)
+    assert gv.attack(Update(gradient(module, image, [LABEL])), module, attacks=["linear"], **KNOWN).by_attack
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

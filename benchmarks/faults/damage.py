@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Callable
 
+Random = random.Random
+Job = Callable[[], object]  # reads the input
+SHAPE, CLASSES = (1, 6, 6), 3  # of all images that are made here
 HUGE = (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 TEXTS = (
     "",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from damage import CLASSES, SHAPE, Job, Random
+from fuzz_updates import DATA
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+import gradveil as gv
 
 
 class OnceOnly(torch.autograd.Function):
@@ -148,8 +157,6 @@ class Net(nn.Module):
             raise TypeError("cannot be copied")
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        import copy
-
         made.__dict__ = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
         return made
 
@@ -171,7 +178,7 @@ def make(rng: random.Random, shape: tuple[int, int, int], classes: int) -> tuple
             model = model.to(kind)
     if "complex" in traits:
         model = model.to(torch.complex64)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
     frozen = parameters if "all-frozen" in traits else parameters[:2] if "some-frozen" in traits else []
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -179,3 +186,62 @@ def make(rng: random.Random, shape: tuple[int, int, int], classes: int) -> tuple
         plain = nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))
         model = torch.jit.trace(plain, torch.zeros(2, *shape))
     return "+".join(sorted(traits)), model
+
+
+def audited(rng: Random, folder: Path) -> Job:
+    name, module = make(rng, SHAPE, CLASSES)
+    chosen = rng.choice(["ig:steps=2", "linear", "dlg:steps=2", "rgap"])
+    defense = rng.choice(["none", "prune:ratio=0.5", "soteria", "precode", "dpsgd"])
+
+    def job() -> object:
+        report = gv.audit(
+            DATA,
+            module,
+            [defense],
+            [chosen],
+            victims=1,
+            quiet=True,
+            out=folder / "out",
+            batch_size=rng.choice([1, 1, 2]),
+        )
+        problems = [a["error"] for d in report.summary["defenses"] for a in d["attacks"] if a["error"]]
+        assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"
+        return report
+
+    return job
+
+
+def attacked(rng: Random, folder: Path) -> Job:
+    """As `gradveil attack` does it by default: a captured update in a file, and the model it was computed on."""
+    name, module = make(rng, SHAPE, CLASSES)
+    size = rng.choice([1, 1, 1, 2])
+    x, y = torch.rand(size, *SHAPE, generator=torch.Generator().manual_seed(rng.randrange(2**32))), torch.arange(size)
+    file = folder / "update.safetensors"
+    save_file(_update(module, x, y), file)
+    swift = rng.choice(["swift:restarts=1,cycles=1,adam_steps=20"] * 7 + ["swift"])
+    chosen = rng.choice([[swift], [swift], ["linear", "rgap", swift]])
+    given: dict[str, Any] = {"labels": y.tolist()} if rng.random() < 0.3 else {}
+
+    def job() -> object:
+        found = gv.attack(file, module, SHAPE, chosen, batch_size=size, budget="quick", **given)
+        problems = list(found.not_applicable.values())
+        assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"
+        return found.save(folder / "out")
+
+    return job
+
+
+def _update(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The gradient of the cross-entropy, or noise where there is none to be had."""
+    named = {n: p for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter)}
+    try:
+        grown = copy.deepcopy(module).train(False)
+        F.cross_entropy(grown(x), y).backward()
+        found = {n: p.grad.to_dense() for n, p in grown.named_parameters() if p.grad is not None}
+    except (Exception, SystemExit):  # whatever such a model does
+        found = {}
+    noise = torch.Generator().manual_seed(0)
+    for n, p in named.items():
+        if p.requires_grad and n not in found:
+            found[n] = torch.randn(p.shape, generator=noise) * 0.01
+    return {n: t.contiguous() for n, t in found.items()}

@@ -3,12 +3,15 @@
     python benchmarks/faults/install.py [python3.10 python3.12 …]
 
 For every Python that is given (this one, if none) and for both distributions: a new environment, an installation, and
-`gradveil audit` in an empty folder. Writes docs/results/reliability.md.
+`gradveil audit` in an empty folder. constraints.txt is for this Python; others get the newest of what they can have.
+Writes docs/results/reliability.md.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,9 +36,11 @@ def checked(*words: object, **more: object) -> str:
     return done.stdout
 
 
-def tried(python: str, distribution: Path, folder: Path) -> str:
+def tried(python: str, version: str, distribution: Path, folder: Path) -> str:
     """`works`, or the last line of what went wrong."""
-    pip = [folder / "env" / "bin" / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
+    same = version.split(".")[:2] == platform.python_version().split(".")[:2]
+    pip = [folder / "env" / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    pip += ["-c", ROOT / "constraints.txt"] if same else []
     checked(python, "-m", "venv", folder / "env")
     for words in ([*pip, "torch==2.13.0"], [*pip, distribution]):
         done = run(*words)
@@ -62,8 +67,9 @@ def main() -> int:
             for distribution in sorted((root / "dist").iterdir()):
                 folder = root / f"{version}-{distribution.suffix[1:]}"
                 folder.mkdir()
-                rows.append(f"| {version} | {distribution.name} | {tried(python, distribution, folder)} |")
+                rows.append(f"| {version} | {distribution.name} | {tried(python, version, distribution, folder)} |")
                 print(rows[-1], flush=True)
+                shutil.rmtree(folder)  # an environment has gigabytes
     record("Installation", "install.py", rows)
     return 0 if all("works" in row for row in rows[2:]) else 1
 

@@ -1,4 +1,5 @@
-"""Random kills: audits, policy searches and protected copies, each resumed to the result of a run left in peace.
+"""Random kills: audits, trained networks, policy searches and protected copies, each resumed to the result of a run left
+in peace.
 
     python benchmarks/faults/kills.py --kills 210
 
@@ -32,7 +33,7 @@ from record import record
 from safetensors.torch import load_file
 from small import SECONDS, digits
 
-from gradveil import attacks, defenses, models
+from gradveil import attacks, defenses, models, trained
 from gradveil.cli import main as main_of_gradveil
 
 MOST = 12  # kills of one run: then it is let through
@@ -110,10 +111,11 @@ def timeless(value: Any) -> Any:
 
 def audited(folder: Path) -> Any:
     out = folder / "out"
-    left = [p.name for p in out.rglob(".*") if p.name != ".lock"]
+    left = [p.name for p in (*out.rglob(".*"), *out.rglob("*.partial.*")) if p.name != ".lock"]
+    nets = {p.name: {n: t.tolist() for n, t in load_file(p).items()} for p in out.glob("cache/*.safetensors")}
     cells = {p.name: timeless(json.loads(p.read_text())) for p in (out / "cells").iterdir()}
     tensors = {p.name: {n: t.tolist() for n, t in load_file(p).items()} for p in (out / "tensors").iterdir()}
-    return [cells, tensors, timeless(json.loads((out / "summary.json").read_text())), left]
+    return [cells, tensors, timeless(json.loads((out / "summary.json").read_text())), nets, left]
 
 
 def searched(folder: Path) -> Any:
@@ -127,7 +129,7 @@ def protected(folder: Path) -> Any:
     return [pictures, sorted(p.name for p in folder.iterdir())]
 
 
-def jobs(data: Path, pictures: Path) -> list[Job]:
+def jobs(data: Path, few: Path, pictures: Path) -> list[Job]:
     audit = [
         "audit",
         "--data",
@@ -140,10 +142,13 @@ def jobs(data: Path, pictures: Path) -> list[Job]:
         "linear",
     ]
     audit += ["--victims", "2", "--quiet"]
+    train = ["audit", "--data", str(few), "--defense", "refiner:steps=1,epochs=5"]
+    train += ["--attack", "ggl:steps=2,draws=2,restarts=1", "--victims", "1", "--quiet"]
     search = ["search", "--data", str(data), "--model", "lenet", "--candidates", "24", "--images", "6", "--quiet"]
     return [
         Job("audit, in one process", lambda f: [*audit, "--workers", "0", "--out", str(f / "out")], audited),
         Job("audit, two workers", lambda f: [*audit, "--workers", "2", "--out", str(f / "out")], audited),
+        Job("generator and evaluator, trained", lambda f: [*train, "--workers", "0", "--out", str(f / "out")], audited),
         Job("ATS search", lambda f: [*search, "--workers", "1", "--out", str(f / "policy.json")], searched),
         Job(
             "protected copy",
@@ -194,10 +199,11 @@ def main() -> int:
     torch.set_num_threads(1)
     for module in ("gradveil.audit.run", "gradveil.protecting", "gradveil.defenses.data.ats_search", "torch._dynamo"):
         importlib.import_module(module)
+    trained.EVERY = 0.1  # these trainings take seconds, not minutes
     attacks.registry.names(), defenses.registry.names(), models.MODELS.names()
     with tempfile.TemporaryDirectory(prefix="gradveil-kills-") as name:
         root = Path(name)
-        todo = jobs(digits(root / "small.npz"), picture_folder(root / "pictures"))
+        todo = jobs(digits(root / "small.npz"), digits(root / "few.npz", 200), picture_folder(root / "pictures"))
         expected = []
         for job in todo:
             folder = root / "peace" / job.name
@@ -219,7 +225,7 @@ def main() -> int:
     about = (
         f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
     )
-    about += "every number of every cell, tensor, policy or picture, and no file left over."
+    about += "every number of every cell, tensor, network, policy or picture, and no file left over."
     record("Kills", "kills.py", [about, "", *rows])
     return 1 if any(j.unlike for j in todo) else 0
 

@@ -139,12 +139,12 @@ def _run(
     found = Rebuilt()
     methods = [attack_methods.parse(a) for a in attacks]
     for method in methods:
-        reason = method.why_not(observation)
-        if reason:
-            found.not_applicable[method.spec] = reason
-            continue
         tick = (lambda done, total, name=method.spec: progress(name, done, total)) if progress else None
         try:
+            reason = method.why_not(observation)
+            if reason:
+                found.not_applicable[method.spec] = reason
+                continue
             answer = method([observation], seed=seed, budget=budget, progress=tick)[0]
             fit = _fit(observation, answer, RelativeL2())
         except Exception as error:  # one that fails on this update or model; the others may not

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
+from torch.nn.parameter import is_lazy
 
 from gradveil.errors import UserError
 from gradveil.types import LocalTraining, Tensors
@@ -50,6 +51,8 @@ class ModelFunction:
         self.loss_fn = loss
         self.mode: Mode = mode
         self.module = copied(module)
+        if any(is_lazy(t) for t in (*self.module.parameters(), *self.module.buffers())):
+            raise UserError("the model has layers without weights (lazy ones); call it on some images once before.")
         self.module.train(mode == "train")
         for part in self.module.modules():
             if getattr(part, "inplace", False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from gradveil.cli import main
 from gradveil.defenses import parse
 from gradveil.defenses.data import ats_search
-from gradveil.defenses.data.ats import ATS, Draw, parse_policies, transform
+from gradveil.defenses.data.ats import ATS, Draw, parse_policies, transform, write_policy
 from gradveil.defenses.data.ats_search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
 from gradveil.errors import UserError
 from gradveil.gradients import ModelFunction
@@ -124,9 +125,11 @@ def test_the_best_are_chosen_without_shared_functions() -> None:
         choose(scores, Search(keep=3), 0.5)
 
 
+SMALL = Search(candidates=8, images=4, points=3, rounds=1, epochs=2)
+
+
 def run(module: torch.nn.Module, file: Path | None, **more: object) -> ats_search.Found:
-    search = Search(candidates=8, images=4, points=3, rounds=1, epochs=2)
-    common = {"mean": MEAN, "std": STD, "num_classes": 4, "search": search, "file": file}
+    common = {"mean": MEAN, "std": STD, "num_classes": 4, "search": SMALL, "file": file}
     return search_policy(module, blobs(60, 3), blobs(20, 4), **{**common, **more})  # type: ignore[arg-type]
 
 
@@ -163,6 +166,47 @@ def test_workers_find_the_same(module: torch.nn.Module, tmp_path: Path) -> None:
     assert together.policies == alone.policies
     for a, b in zip(together.ranking, alone.ranking, strict=True):
         assert a.policy == b.policy and a.privacy == pytest.approx(b.privacy, abs=1e-5)
+
+
+def test_a_worker_that_dies_takes_at_most_its_candidate_with_it(
+    module: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [score.policy for score in run(module, None).ranking]
+    best, other = (write_policy((policy,)) for policy in whole[:2])
+    ends = {best: {"how": "kill", "times": 2}, other: {"how": "memory", "times": 1}}
+    (tmp_path / "ends.json").write_text(json.dumps(ends))
+    monkeypatch.setenv("MORTAL", str(tmp_path / "ends.json"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    how = {"search": replace(SMALL, keep=1)}
+    found = run(module, tmp_path / "p.json", workers=2, model="search_models:mortal", **how)
+    deaths = {name: (tmp_path / f"{name}.deaths").read_text().split() for name in ends}
+    assert {name: len(pids) for name, pids in deaths.items()} == {best: 2, other: 1}
+    assert len({pid for pids in deaths.values() for pid in pids}) == 3  # a second try has a new process
+    (failed,) = found.failed
+    assert write_policy((failed.policy,)) == best and "SIGKILL" in str(failed.failed)
+    assert [score.policy for score in found.ranking] == whole[1:]
+    assert json.loads((tmp_path / "p.json").read_text())["candidates"]["failed"] == 1
+    log = (tmp_path / "p.search" / "scores.jsonl").read_text().splitlines()
+    again = run(module, tmp_path / "p.json", **how)  # what failed is tried again, the rest is kept
+    assert [score.policy for score in again.ranking] == whole and not again.failed
+    assert (tmp_path / "p.search" / "scores.jsonl").read_text().splitlines()[: len(log)] == log
+    assert len(log) == 9
+
+
+def test_when_no_candidate_can_be_scored_the_reason_is_told(
+    module: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Scorer, policy: object) -> Score:
+        raise RuntimeError("not\nenough memory")
+
+    monkeypatch.setattr(Scorer, "__call__", broken)
+    with pytest.raises(UserError, match=r"8 could not be scored.*RuntimeError: not enough memory"):
+        run(module, tmp_path / "p.json")
+
+
+def test_a_worker_that_cannot_start_is_told(module: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="could not start .*no_such_module"):
+        run(module, tmp_path / "p.json", model="no_such_module:net")
 
 
 def test_too_few_images(module: torch.nn.Module) -> None:

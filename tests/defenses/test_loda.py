@@ -234,7 +234,7 @@ def test_training_learns_and_depends_on_the_public_images_alone(monkeypatch):
 def test_the_cache_is_used_and_keyed_by_content(small, tmp_path, monkeypatch):
     public = shapes(60, "public")
     first = extractor("auto", public, tmp_path)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.safetensors")
     monkeypatch.setattr(extractors, "_KEPT", {})
     monkeypatch.setattr(extractors, "train", lambda *_: pytest.fail("trained again"))
     second = extractor("trained", public, tmp_path)
@@ -243,7 +243,7 @@ def test_the_cache_is_used_and_keyed_by_content(small, tmp_path, monkeypatch):
     monkeypatch.setattr(extractors, "train", train)
     changed = Batch(public.x, public.y.roll(1))
     extractor("trained", changed, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
     monkeypatch.setattr(extractors, "_KEPT", {})
     file.write_bytes(b"broken")
     with pytest.raises(UserError, match="damaged"):

@@ -139,7 +139,12 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
                 reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)
-    content = {"gradient": _mean_change(changes), "zero_updates": silent, "broken_updates": broken}
+    content = {
+        "gradient": _mean_change(changes),
+        "changes": [c and {"cosine": finite(c[0]), "noise_ratio": finite(c[1])} for c in changes],  # victim by victim
+        "zero_updates": silent,
+        "broken_updates": broken,
+    }
     return content, stored
 
 

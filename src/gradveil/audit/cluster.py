@@ -1,14 +1,17 @@
 """Cells on many machines: every cell is a Ray task that gets the files it needs and returns the files it wrote.
 
 Nothing is shared but these bytes (JSON and safetensors), so the nodes need no common disk; all that is kept is written
-here, by the same code as in a local run. The tasks of a node that dies are run again elsewhere.
+here, by the same code as in a local run. The tasks of a node that dies are run again elsewhere; when no node is left
+for a while, the audit ends, and the same command goes on from what is finished.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +29,9 @@ from gradveil.files import write_bytes
 
 Files = dict[str, bytes]
 _RETRIES = 3  # of a task whose node died
+CPUS = 1  # that a task takes
+DESERTED = 60.0  # seconds without a node that could take one, after which nobody is waited for any more
+_LOOK = 2.0  # seconds between two looks at the nodes
 
 
 def run_on_ray(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, limits: Limits, at: str) -> None:
@@ -38,6 +44,8 @@ def run_on_ray(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Di
 
 
 def _connect(at: str) -> Any:
+    # After so long without its head Ray ends the process, with many words; we do so before, with one line.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(10 * DESERTED)))
     try:
         import ray
         import ray.exceptions  # a mere folder of that name is not it
@@ -51,25 +59,63 @@ def _connect(at: str) -> Any:
     return ray
 
 
+class Watch:
+    """Looks after the nodes while nothing is finished."""
+
+    def __init__(self, ray: Any):
+        self.ray, self.alive = ray, time.monotonic()  # when there last was a node that could do a cell
+        head = getattr(ray.get_runtime_context(), "gcs_address", "")
+        self.head = head if _reachable(head) else ""  # through a proxy (ray://) it is not
+
+    def look(self) -> None:
+        if self._manned():
+            self.alive = time.monotonic()
+        elif time.monotonic() - self.alive >= DESERTED:
+            raise UserError(
+                f"no node of the Ray cluster has been alive for {DESERTED:.0f} s; what is finished is kept, and the same "
+                "command goes on from it."
+            )
+
+    def _manned(self) -> bool:
+        if self.head and not _reachable(self.head):  # asked for its nodes, a dead head keeps one waiting for ever
+            return False
+        return any(n["Alive"] and n.get("Resources", {}).get("CPU", 0) >= CPUS for n in self.ray.nodes())
+
+
+def _reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class Conductor:
     """Hands out cells when all that they wait for is here, and stores what comes back."""
 
     def __init__(self, ray: Any, case: Case, folder: RunFolder, display: Display, limits: Limits):
         self.ray, self.case, self.folder, self.display, self.limits = ray, case, folder, display, limits
         self.spec = ray.put({"spec": case.spec.plain(), "id": case.id})
-        self.task = ray.remote(num_cpus=1, max_retries=_RETRIES)(do_cell)
+        self.task = ray.remote(num_cpus=CPUS, max_retries=_RETRIES)(do_cell)
         self.files: dict[str, Any] = {}  # of finished cells, by key: each is sent to the cluster once
         self.again: set[str] = set()
 
     def run(self, cells: Sequence[Cell]) -> None:
         waiting, done = list(cells), {key for cell in cells for key in cell.needs} - {cell.key for cell in cells}
         out: dict[Any, Cell] = {}
+        watch = Watch(self.ray)
         while waiting or out:
             for cell in [c for c in waiting if done.issuperset(c.needs)]:
                 waiting.remove(cell)
                 out[self._send(cell)] = cell
                 self.display.begin(cell)
-            (finished, *_), _ = self.ray.wait(list(out), num_returns=1)
+            ready, _ = self.ray.wait(list(out), num_returns=1, timeout=_LOOK)
+            if not ready:
+                watch.look()
+                continue
+            watch.alive = time.monotonic()
+            (finished,) = ready
             cell = out.pop(finished)
             if self._receive(cell, finished):
                 done.add(cell.key)

@@ -31,6 +31,7 @@ def command(
     import torch
 
     from gradveil.audit.workers import cores
+    from gradveil.cli import one_line
     from gradveil.data import load
     from gradveil.defenses.data.ats_search import Search, search_policy
     from gradveil.models import build as build_model
@@ -74,5 +75,7 @@ def command(
         best, median, none = (f"{value:.3f}" for value in (found.best, found.median, found.untransformed))
         typer.echo(f"{found.policy}: privacy score {best} (median {median}, untransformed {none}; lower is better)")
         typer.echo(f"{len(found.ranking)} policies ranked, {found.rejected} rejected for accuracy")
+        if found.failed:
+            typer.echo(f"{len(found.failed)} could not be scored: {one_line(found.failed[0].failed or '')}")
         typer.echo(f"Use it: --defense ats:policy={file}")
     return 0

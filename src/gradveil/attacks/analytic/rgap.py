@@ -226,8 +226,8 @@ def _met(observation: Observation) -> list[Layer]:
     """The parts of the net that have no parts of their own, as a forward pass meets them."""
     met: list[Layer] = []
 
-    def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        return lambda m, i, o: met.append(Layer(path, i[0].shape[1:], o.shape[1:], m))
+    def note(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        return lambda m, i, o: met.append(Layer(path, _shape(i[0] if i else None), _shape(o), m))
 
     leaves = [(p, m) for p, m in observation.model.module.named_modules() if not list(m.children())]
     handles = [m.register_forward_hook(note(p)) for p, m in leaves]
@@ -238,6 +238,11 @@ def _met(observation: Observation) -> list[Layer]:
         for handle in handles:
             handle.remove()
     return met
+
+
+def _shape(value: Any) -> torch.Size:
+    """Of one image; none of what a part such as a recurrent one takes or gives beside tensors."""
+    return value.shape[1:] if isinstance(value, Tensor) else torch.Size()
 
 
 def _waiting(layers: list[Layer]) -> bool:

@@ -63,7 +63,7 @@ class Inverter(Attack):
         pictures = [
             t.view(-1, *target.first.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
         ]
-        x = target.normalize(polish(*pictures, target.cache).clamp(0, 1).view(target.shape))
+        x = target.normalize(polish(*pictures, cache=target.cache).clamp(0, 1).view(target.shape))
         residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
         return Answer(x, residual, asked.y.view(target.shape[:2]), iterations=len(rehearsed.x))
 

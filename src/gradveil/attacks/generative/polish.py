@@ -23,7 +23,7 @@ VERSION = "1"  # of all this, in the names of stored networks
 
 
 def polish(
-    decoded: Tensor, means: Tensor, truth: Tensor, asked: Tensor, asked_means: Tensor, cache: Path | None = None
+    decoded: Tensor, means: Tensor, truth: Tensor, asked: Tensor, asked_means: Tensor, *, cache: Path | None = None
 ) -> Tensor:
     """`asked` after the network, or as it was. All are n × C × H × W pixels; `means` those of each image's class."""
     held = int(len(truth) * HELD)

@@ -8,15 +8,15 @@ of the images are shown with other brightness and contrast, negatives and nearly
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.defenses.base import Setup
-from gradveil.files import write_tensors
-from gradveil.types import generator
+from gradveil.trained import Shuffled, resumable, trained_once
+from gradveil.types import Tensors, generator
 
 IMAGES = 5_000  # at most; a device's share in the paper
 BATCH = 64
@@ -55,34 +55,33 @@ def evaluator_for(setup: Setup, epochs: int) -> Evaluator:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator(setup.seed, "refiner-weights").initial_seed())
         evaluator = Evaluator(images.shape[1])
-    if file and file.exists():
-        evaluator.load_state_dict(load_file(file))
-    else:
-        _train(evaluator, images, epochs, setup)
-        if file:
-            write_tensors(file, evaluator.state_dict())
+    trained = trained_once(file, lambda partial: _train(evaluator, images, epochs, setup, partial))
+    evaluator.load_state_dict(trained)
     return evaluator.eval().requires_grad_(False)
 
 
-def _train(evaluator: Evaluator, images: Tensor, epochs: int, setup: Setup) -> None:
+def _train(evaluator: Evaluator, images: Tensor, epochs: int, setup: Setup, checkpoint: Path | None) -> Tensors:
     rng, optimizer = generator(setup.seed, "refiner-training"), torch.optim.Adam(evaluator.parameters(), lr=LR)
-    for epoch in range(epochs):
-        for rows in torch.randperm(len(images), generator=rng).split(BATCH):
-            picture = relight(images[rows], rng)
-            noise = torch.rand(picture.shape, generator=rng)
-            share = torch.rand(len(rows), generator=rng)
-            mixed = torch.lerp(picture, noise, share.view(-1, 1, 1, 1)).requires_grad_()
-            with torch.enable_grad():
-                found = evaluator(mixed)
-                (slope,) = torch.autograd.grad(found.sum(), mixed, create_graph=True)
-                # Lipschitz in units of the way from image to noise: per pixel the slope is far below 1 anyway.
-                steep = slope.flatten(1).norm(dim=1) * (noise - picture).flatten(1).norm(dim=1)
-                loss = F.mse_loss(found, share) + PENALTY * F.relu(steep - 1).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-            optimizer.step()
+    shuffled = Shuffled(len(images), BATCH, rng)
+    steps = shuffled.steps(epochs)
+    for step in resumable(steps, checkpoint, (evaluator, optimizer, shuffled, rng)):
+        rows = shuffled.draw()
+        picture = relight(images[rows], rng)
+        noise = torch.rand(picture.shape, generator=rng)
+        share = torch.rand(len(rows), generator=rng)
+        mixed = torch.lerp(picture, noise, share.view(-1, 1, 1, 1)).requires_grad_()
+        with torch.enable_grad():
+            found = evaluator(mixed)
+            (slope,) = torch.autograd.grad(found.sum(), mixed, create_graph=True)
+            # Lipschitz in units of the way from image to noise: per pixel the slope is far below 1 anyway.
+            steep = slope.flatten(1).norm(dim=1) * (noise - picture).flatten(1).norm(dim=1)
+            loss = F.mse_loss(found, share) + PENALTY * F.relu(steep - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
         if setup.progress:
-            setup.progress("training Refiner's evaluator", epoch + 1, epochs)
+            setup.progress("training Refiner's evaluator", step + 1, steps)
+    return evaluator.state_dict()
 
 
 def relight(images: Tensor, rng: torch.Generator) -> Tensor:

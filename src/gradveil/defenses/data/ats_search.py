@@ -9,8 +9,10 @@ here the accuracy score is per image and relative to no transformation. Every ca
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -22,14 +24,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.defenses.data.ats import ATS, Draw, Policy, parse_policies, random_policy, transform, write_policy
 from gradveil.errors import UserError
-from gradveil.files import alone_in, write_json, write_tensors
+from gradveil.files import alone_in, write_json
 from gradveil.gradients import ModelFunction, copied
 from gradveil.settings import settings
+from gradveil.trained import Shuffled, resumable, trained_once
 from gradveil.types import Batch, Tensors, generator
 
 Progress = Callable[[str, int, int], None]
@@ -63,13 +65,22 @@ class Score:
     policy: Policy
     accuracy: float
     privacy: float | None
+    failed: str | None = None  # why there are none
 
     def plain(self) -> dict[str, Any]:
-        return {"policy": write_policy((self.policy,)), "accuracy": self.accuracy, "privacy": self.privacy}
+        named = {"policy": write_policy((self.policy,))}
+        if self.failed:
+            return {**named, "failed": self.failed}
+        return {**named, "accuracy": self.accuracy, "privacy": self.privacy}
 
     @staticmethod
     def read(row: dict[str, Any]) -> Score:
-        return Score(parse_policies(row["policy"])[0], row["accuracy"], row["privacy"])
+        (policy,) = parse_policies(row["policy"])
+        return Score.lost(policy, row["failed"]) if "failed" in row else Score(policy, row["accuracy"], row["privacy"])
+
+    @staticmethod
+    def lost(policy: Policy, why: str) -> Score:
+        return Score(policy, math.nan, None, why)
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class Found:
     ranking: tuple[Score, ...]  # every candidate that keeps its accuracy, best first
     rejected: int  # candidates that do not
     untransformed: float  # the privacy score without any policy
+    failed: tuple[Score, ...] = ()  # candidates that could not be scored, twice
 
     @property
     def policy(self) -> str:
@@ -98,7 +110,7 @@ class Found:
             "schema": 1,
             "policy": self.policy,
             "privacy": {"best": self.best, "median": self.median, "untransformed": self.untransformed},
-            "candidates": {"scored": len(self.ranking), "rejected": self.rejected},
+            "candidates": {"scored": len(self.ranking), "rejected": self.rejected, "failed": len(self.failed)},
             "best": [score.plain() for score in self.ranking[:10]],
         }
 
@@ -119,7 +131,10 @@ class Scorer:
 
     def __call__(self, policy: Policy) -> Score:
         accuracy = self.accuracy(policy)
-        return Score(policy, accuracy, self.privacy(policy) if accuracy >= -self.search.loss else None)
+        privacy = self.privacy(policy) if accuracy >= -self.search.loss else None
+        if not math.isfinite(accuracy) or not math.isfinite(privacy or 0.0):
+            return Score.lost(policy, "its scores are not finite")
+        return Score(policy, accuracy, privacy)
 
     def privacy(self, policy: Policy) -> float:
         """Eq. 6: the area under the similarity of gradients, from noise (0) to the transformed image (1)."""
@@ -190,8 +205,9 @@ def search_policy(
     """The best policies for a freshly made `module` and these images.
 
     The policy is written to `file`, and beside it every finished candidate, so that a search that was stopped goes on
-    where it was. Several `workers` share the scoring; they are processes that build the module from the text `model`.
-    `about` says in the file what the policy was found on.
+    where it was. Where the text `model` names the module, `workers` processes do the scoring, so that one that crashes
+    or runs out of memory takes only its candidate with it; else this one does. `about` says in the file what the policy
+    was found on.
     """
     picked = torch.randperm(len(images), generator=generator(search.seed, "ats-images"))[: search.images]
     if len(picked) < search.images:
@@ -215,17 +231,30 @@ def search_policy(
             if progress:
                 progress("scoring policies", sum(p in log.scores for p in wanted), len(wanted))
 
-        if workers > 1 and model is not None and todo:
+        if model is not None and todo:
             from gradveil.defenses.data.ats_workers import score_in_workers
 
             score_in_workers(todo, tensors, search, model=model, workers=workers, note=note)
         else:
             for policy in todo:
-                note(scorer(policy))
+                note(_tried_twice(scorer, policy))
         found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
         if file:
             write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})  # type: ignore[call-overload]
         return found
+
+
+def _tried_twice(scorer: Scorer, policy: Policy) -> Score:
+    why = ""
+    for _ in range(2):
+        try:
+            return scorer(policy)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's model or a lack of memory raises
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        gc.collect()
+    return Score.lost(policy, f"it failed twice ({why})")
 
 
 def candidates(search: Search) -> list[Policy]:
@@ -239,17 +268,19 @@ def candidates(search: Search) -> list[Policy]:
 def choose(scores: Iterable[Score], search: Search, untransformed: float) -> Found:
     """The candidates with the lowest privacy score; of two that share a function the better one."""
     scores = list(scores)
+    failed = tuple(s for s in scores if s.failed)
     ranking = sorted((s for s in scores if s.privacy is not None), key=lambda s: (s.privacy, s.policy))
     kept: list[Policy] = []
     for score in ranking:
         if len(kept) < search.keep and not any(set(score.policy) & set(policy) for policy in kept):
             kept.append(score.policy)
     if len(kept) < search.keep:
+        lost = f" ({len(failed)} could not be scored, the first because {failed[0].failed})" if failed else ""
         raise UserError(
-            f"only {len(ranking)} of {len(scores)} candidates keep the accuracy, too few for a hybrid of {search.keep} "
-            "policies; search more candidates."
+            f"only {len(ranking)} of {len(scores)} candidates keep the accuracy{lost}, too few for a hybrid of "
+            f"{search.keep} policies; search more candidates."
         )
-    return Found(tuple(kept), tuple(ranking), len(scores) - len(ranking), untransformed)
+    return Found(tuple(kept), tuple(ranking), len(scores) - len(ranking) - len(failed), untransformed, failed)
 
 
 def half_trained(
@@ -269,26 +300,33 @@ def half_trained(
     before = {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
     key = _digest({**before, "x": part.x, "y": part.y}, f"{search.epochs}/{search.seed}")
     file = folder / f"half-trained-{key}.safetensors" if folder else None
-    if file and file.exists():
-        return load_file(file)
-    model = copied(module).train()
-    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    for epoch in range(search.epochs):
-        for rows in torch.randperm(len(part), generator=rng).split(32):
-            if len(rows) > 1 or len(part) == 1:  # batch norm has no statistics of a single image
-                optimizer.zero_grad()
-                F.cross_entropy(model(part.x[rows]), part.y[rows]).backward()
-                optimizer.step()
-        if progress:
-            progress("training the half-trained model", epoch + 1, search.epochs)
-    state = ModelFunction(model).state()
-    if file:
-        write_tensors(file, state)
-    return state
+
+    def training(checkpoint: Path | None) -> Tensors:
+        model = copied(module).train()
+        optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+        shuffled = Shuffled(len(part), 32, rng)
+        steps = shuffled.steps(search.epochs)
+        with torch.random.fork_rng(devices=[]):  # dropout knows the global stream alone
+            torch.default_generator.manual_seed(generator(search.seed, "ats-dropout").initial_seed())
+            parts = (model, optimizer, shuffled, rng, torch.default_generator)
+            for step in resumable(steps, checkpoint, parts):
+                rows = shuffled.draw()
+                if len(rows) > 1 or len(part) == 1:  # batch norm has no statistics of a single image
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(part.x[rows]), part.y[rows]).backward()
+                    optimizer.step()
+                if progress:
+                    progress("training the half-trained model", step + 1, steps)
+        return ModelFunction(model).state()
+
+    return trained_once(file, training)
 
 
 class ScoreLog:
-    """Scores as JSON lines, each on disk as soon as it is known. Half a line, left by a killed process, is cut off."""
+    """Scores as JSON lines, each on disk as soon as it is known. Half a line, left by a killed process, is cut off.
+
+    What failed in an earlier run is to be tried again.
+    """
 
     def __init__(self, path: Path | None, key: str):
         self.path, self.scores = path, dict[Policy, Score]()
@@ -305,7 +343,8 @@ class ScoreLog:
             self._append({"search": key})
         for line in whole[1:]:
             score = Score.read(json.loads(line))
-            self.scores[score.policy] = score
+            if not score.failed:
+                self.scores[score.policy] = score
 
     def add(self, score: Score) -> None:
         self.scores[score.policy] = score

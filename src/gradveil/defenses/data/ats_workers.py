@@ -1,7 +1,6 @@
-"""Worker processes of the ATS search: policies go in and scores come out, one JSON line each.
+"""Worker processes of the ATS search: policies go in and scores come out.
 
-A worker is started as a program of its own, so that a user's script needs no main guard; what it works on is in a file.
-It ends when its input ends, so none outlives a search that was killed.
+What a worker works on is in a file. It ends when its input ends, so none outlives a search that was killed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradveil.crew import Message, Worker
     from gradveil.defenses.data.ats import Policy
     from gradveil.defenses.data.ats_search import Score, Search
     from gradveil.types import Tensors
@@ -34,60 +33,50 @@ def score_in_workers(
     workers: int,
     note: Callable[[Score], None],
 ) -> None:
-    """Score every policy, in any order. `model` is the text that names the model in every process."""
+    """Score every policy, in any order. `model` is the text that names the model in every process.
+
+    A policy whose worker dies or runs out of memory is tried once more, in a new one, and then given up.
+    """
+    from gradveil.crew import Worker
     from gradveil.defenses.data.ats_search import Score
+    from gradveil.errors import UserError
     from gradveil.files import write_tensors
 
     waiting = list(reversed(policies))
-    inbox: queue.Queue[tuple[subprocess.Popen[str], str]] = queue.Queue()
+    inbox: queue.Queue[tuple[Worker[Policy], Message | None]] = queue.Queue()
+    again: set[Policy] = set()
     with tempfile.TemporaryDirectory() as folder:
         write_tensors(file := Path(folder) / "search.safetensors", tensors)
-        first = {"tensors": str(file), "search": asdict(search), "model": model, "path": sys.path}  # type: ignore[call-overload]
-        crew = [_start(first, inbox) for _ in range(min(workers, len(policies)))]
+        first: Message = {"tensors": str(file), "search": asdict(search), "model": model, "path": sys.path}  # type: ignore[call-overload]
+        crew = [Worker(Path(__file__), first, inbox) for _ in range(min(workers, len(policies)))]
         try:
-            for worker in crew:
-                _send(worker, waiting.pop())
-            for _ in policies:
-                worker, line = inbox.get()
-                if not line:
-                    raise RuntimeError(f"a worker of the search ended unexpectedly (exit code {worker.wait()})")
-                note(Score.read(json.loads(line)))
-                if waiting:
-                    _send(worker, waiting.pop())
+            while waiting or any(w.task for w in crew):
+                for worker in crew:
+                    if worker.task is None and waiting and (worker.fresh or waiting[-1] not in again):
+                        policy = waiting.pop()
+                        worker.take(policy, {"policy": policy})
+                worker, message = inbox.get()
+                if message is None:
+                    why = worker.last_words()
+                    if not worker.ready:
+                        raise UserError(f"a worker of the search could not start ({why}); what is scored is kept.")
+                    if worker.task and worker.task not in again:
+                        again.add(worker.task)
+                        waiting.append(worker.task)
+                    elif worker.task:
+                        note(Score.lost(worker.task, f"its process ended unexpectedly, twice ({why})"))
+                    worker.stop()
+                    crew.remove(worker)
+                    if waiting:
+                        crew.append(Worker(Path(__file__), first, inbox))
+                elif message["event"] == "ready":
+                    worker.ready = True
+                elif message["event"] == "done":
+                    note(Score.read(message["score"]))
+                    worker.task = None
         finally:
             for worker in crew:
-                worker.kill()
-                worker.wait()
-
-
-def _start(first: dict[str, Any], inbox: queue.Queue[tuple[subprocess.Popen[str], str]]) -> subprocess.Popen[str]:
-    worker = subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        text=True,
-        encoding="utf-8",
-        start_new_session=True,  # Ctrl-C reaches the parent alone
-    )
-    _send(worker, first)
-
-    def listen() -> None:
-        assert worker.stdout is not None
-        for line in worker.stdout:
-            inbox.put((worker, line))
-        inbox.put((worker, ""))
-
-    threading.Thread(target=listen, daemon=True).start()
-    return worker
-
-
-def _send(worker: subprocess.Popen[str], message: object) -> None:
-    assert worker.stdin is not None
-    try:
-        print(json.dumps(message), file=worker.stdin, flush=True)
-    except BrokenPipeError:
-        return  # it has died, which its listener reports
+                worker.stop()
 
 
 def main() -> None:
@@ -105,18 +94,22 @@ def main() -> None:
     from gradveil.defenses.data.ats_search import Scorer, Search
     from gradveil.models import build
 
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=lines, flush=True)
+
     torch.set_num_threads(1)
     tensors = load_file(first["tensors"])
     channels, height, width = tensors["images"].shape[1:]
     module = build(first["model"], input_shape=(channels, height, width), num_classes=int(tensors["classes"]))
     scorer = Scorer(module, tensors, Search(**first["search"]))
+    say(event="ready")
     while True:
-        print(json.dumps(scorer(policies.get()).plain()), file=lines, flush=True)
+        say(event="done", score=scorer(policies.get()).plain())
 
 
 def _listen(policies: queue.Queue[Policy]) -> None:
     for line in sys.stdin:
-        policies.put(tuple(json.loads(line)))
+        policies.put(tuple(json.loads(line)["policy"]))
     os._exit(0)
 
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.errors import UserError
-from gradveil.files import write_tensors
 from gradveil.metrics.perceptual import NETWORKS, SCALE, SHIFT, lpips_size
+from gradveil.trained import Shuffled, resumable, trained_once
 from gradveil.types import Batch, Tensors, generator
 
 Kind = Literal["trained", "alexnet", "vgg16"]
@@ -147,14 +147,12 @@ def _trained(public: Batch, cache: Path | None, progress: Progress | None) -> Te
         key.update(part.contiguous().numpy().tobytes())
     name = key.hexdigest()[:24]
     file = cache / f"extractor-{name}.safetensors" if cache else None
-    if name not in _KEPT:
-        _KEPT[name] = _read(file) if file and file.exists() else train(public, progress)
-    if file and not file.exists():
-        write_tensors(file, _KEPT[name])
+    if name not in _KEPT or (file and not file.exists()):
+        _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, progress, partial))
     return _KEPT[name]
 
 
-def train(public: Batch, progress: Progress | None = None) -> Tensors:
+def train(public: Batch, progress: Progress | None = None, checkpoint: Path | None = None) -> Tensors:
     """Weights of the small network after SGD (one-cycle rate, random shifts) on raw pixels, batch norms folded in."""
     labels, rng = public.hard_labels, generator(0, "extractor")
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -163,7 +161,10 @@ def train(public: Batch, progress: Progress | None = None) -> Tensors:
     modules = nn.ModuleList([*convolutions, *norms, logits])
     optimizer = torch.optim.SGD(modules.parameters(), RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.2)
-    for step, rows in zip(range(STEPS), _batches(len(public), rng), strict=False):
+    batches = -(-len(public) // BATCH)  # a pass, all of about one size
+    shuffled = Shuffled(len(public), -(-len(public) // batches), rng)
+    for step in resumable(STEPS, checkpoint, (modules, optimizer, schedule, shuffled, rng)):
+        rows = shuffled.draw()
         x = _shifted(public.x[rows], rng)
         with torch.enable_grad():
             for convolution, norm in zip(convolutions, norms, strict=True):
@@ -188,12 +189,6 @@ def _network(channels: int, classes: int) -> tuple[list[nn.Conv2d], list[nn.Batc
         for before, (width, kernel, stride) in zip(widths, CONVOLUTIONS, strict=False)
     ]
     return convolutions, [nn.BatchNorm2d(width) for width in widths[1:]], nn.Linear(widths[-1], classes)
-
-
-def _batches(images: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Passes over the images without end, each in a new order and in batches of about one size."""
-    while True:
-        yield from torch.randperm(images, generator=rng).chunk(-(-images // BATCH))
 
 
 def _shifted(x: Tensor, rng: torch.Generator) -> Tensor:
