@@ -62,3 +62,12 @@ def test_the_originals_are_identified_and_not_from_other_images(obscured: Obscur
         return identify(private.x, private.y, images, pool).correlation
 
     assert nearness(found).mean() > nearness(blind).mean() + 0.05
+
+
+def test_without_a_prior_the_equation_alone_is_met(obscured: Obscured) -> None:
+    private, hidden, memory, _ = obscured
+    attack = LodaStationarity(steps=150, prior="none")
+    found = attack.original(hidden, memory, [])  # no class is asked for
+    grey = torch.full_like(hidden, 0.5)
+    assert (attack._misfit(hidden, memory, found) < 0.1 * attack._misfit(hidden, memory, grey)).all()
+    assert (found - private.x).square().mean() < 0.5 * (grey - private.x).square().mean()

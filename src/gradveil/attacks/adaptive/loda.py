@@ -9,7 +9,7 @@ asks naught of it all the same (`edges=ignore`); such pixels can be left out (`m
 which is all that is known of them and more than nothing (`sign`, the default).
 
 Many images fit nearly as well, so the likeliest of them is sought, by public images of the class, and in coordinates
-in which those are N(0, 1): descent on the pixels themselves does not get there.
+in which those are N(0, 1): descent on the pixels themselves, from grey, does not get there (`prior=none`, the paper's).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class LodaStationarity(Attack):
     """Rebuild the obscured image, then find the image it obscures."""
 
     edges: Literal["sign", "mask", "ignore"] = "sign"
+    prior: Literal["public", "none"] = "public"
     error: float = Field(default=0.05, gt=0)  # of the slope, as a share of what it would be for the class's mean image
     steps: int = Field(default=600, ge=1)  # of L-BFGS; the paper: 100 of plain descent
 
@@ -65,7 +66,8 @@ class LodaStationarity(Attack):
 
     def original(self, obscured: Tensor, memory: Memory, kinds: list[Gaussian]) -> Tensor:
         """The likeliest images whose obscured form these are: a slope of naught up to `error`, under the prior."""
-        prior, every = Whitened(kinds, obscured.shape[1:]), torch.arange(len(obscured))
+        shape, every = obscured.shape[1:], torch.arange(len(obscured))
+        prior = Whitened(kinds, shape) if self.prior == "public" else _Pixels(shape)
         start = torch.zeros(len(obscured), prior.width)
         with torch.no_grad():
             size = self._misfit(obscured, memory, prior.images(start, every)) / obscured[0].numel()
@@ -77,7 +79,7 @@ class LodaStationarity(Attack):
                 x = prior.images(z, rows)
                 misfit = self._misfit(obscured[rows], memory, x) / (2 * self.error**2 * size[rows].clamp_min(1e-12))
                 outside = (x - x.clamp(0, 1)).square().flatten(1).sum(1)
-                value = misfit + z.square().sum(1) / 2 + OUTSIDE * outside
+                value = misfit + prior.rarity(z) + OUTSIDE * outside
                 (gradient,) = torch.autograd.grad(value.sum(), z)
             return value.detach(), gradient
 
@@ -106,3 +108,16 @@ class LodaStationarity(Attack):
         if self.edges == "mask":
             return slope * ~(dark | bright)
         return torch.where(dark, slope.clamp_max(0), torch.where(bright, slope.clamp_min(0), slope))
+
+
+class _Pixels:
+    """No prior: the unknowns are the pixels themselves, grey at first."""
+
+    def __init__(self, shape: torch.Size):
+        self.shape, self.width = shape, shape.numel()
+
+    def images(self, z: Tensor, rows: Tensor) -> Tensor:
+        return 0.5 + z.unflatten(1, self.shape)
+
+    def rarity(self, z: Tensor) -> Tensor:
+        return z.new_zeros(len(z))

@@ -85,3 +85,7 @@ class Whitened:
         rank = self.along.shape[2]
         along = torch.einsum("npr,nr->np", self.along[rows], z[:, :rank])
         return (self.mean[rows] + along + self.across[rows] * z[:, rank:]).view(-1, *self.shape)
+
+    def rarity(self, z: Tensor) -> Tensor:
+        """How unlikely such images are: the negative logarithm of their density, up to a constant."""
+        return z.square().sum(1) / 2
