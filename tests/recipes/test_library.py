@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gradveil import attacks, defenses
+from gradveil.audit.spec import AuditSpec
 from gradveil.errors import UserError
 from gradveil.recipes.claims import Value
 from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.plan import make_plan
-from gradveil.recipes.recipe import SCALES, Recipe, all_names, load
+from gradveil.recipes.recipe import SCALES, TRAINING_METRICS, Cell, Recipe, all_names, load
+from gradveil.recipes.run import key_of
 
 PAPERS = {
     "loda": ["table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure2", "grids"],
@@ -29,6 +31,17 @@ def published(recipe: Recipe) -> dict[tuple[str, str], Value]:
     return found
 
 
+class Unloaded:
+    """An audit's case as far as its plan needs it: no data is read and no network built."""
+
+    def __init__(self, spec: AuditSpec):
+        self.id, self.spec = "unloaded", spec
+        self.defenses = {str(text): defenses.parse(text) for text in spec.defenses}
+
+    def attack(self, text: str) -> attacks.Attack:
+        return attacks.parse(text)
+
+
 def test_every_table_and_figure_has_a_recipe() -> None:
     assert sorted(all_names()) == sorted(f"{paper}/{name}" for paper, names in PAPERS.items() for name in names)
 
@@ -46,6 +59,23 @@ def test_a_recipe_can_be_planned(name: str, scale: str) -> None:
             attacks.parse(cell.attack)
         if cell.measure:
             assert scaled.measures[cell.measure]["kind"] in MEASURES
+
+
+@pytest.mark.parametrize("name", all_names())
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_number_has_a_cell_in_its_audit(name: str, scale: str) -> None:
+    scaled = load(name).at(scale)  # type: ignore[arg-type]
+    for cell in set(scaled.wanted()):
+        if cell.measure:
+            assert cell == Cell(measure=cell.measure, value=cell.value)  # of no audit
+        elif not (cell.figure in TRAINING_METRICS and scaled.specs[cell.audit].utility is None):  # "not run"
+            assert key_of(Unloaded(scaled.specs[cell.audit]), cell)  # type: ignore[arg-type]
+
+
+def test_a_cell_that_its_audit_has_not_is_told() -> None:
+    spec = load("precode/table1").at("cpu").specs["lenet"]
+    with pytest.raises(UserError, match="audit lenet has no cell for psnr under none from ig:steps=7"):
+        key_of(Unloaded(spec), Cell("lenet", attack="ig:steps=7", metric="psnr"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", all_names())
@@ -80,6 +110,9 @@ def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path) -> None:
     )
     file.write_text(text)
     with pytest.raises(UserError, match="names no attack"):
+        _ = load(str(file)).at("cpu").cells
+    file.write_text(text + "cell: {attack: standard}\n")
+    with pytest.raises(UserError, match="names the suite, which is many"):
         _ = load(str(file)).at("cpu").cells
     file.write_text(text + "published: {r: [1, 2]}\n")
     with pytest.raises(UserError, match="2 values for 1 columns"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,15 @@ class Ground:
     """A half-trained model, images to score policies on and others to attack, as the search of ATS has them."""
 
     def __init__(
-        self, data: str, model: str, images: int, victims: int, epochs: int, share: float, seed: int, cache: Path
+        self,
+        data: str,
+        model: str,
+        epochs: int,
+        seed: int,
+        cache: Path,
+        images: int = 2,
+        victims: int = 1,
+        share: float = 0.1,
     ):
         self.data, self.seed = load(data, seed=seed), seed
         found = self.data
@@ -102,22 +111,12 @@ def _policy(text: str) -> Policy:
     return NO_POLICY if text == "none" else parse_policies(text)[0]
 
 
-def gradient_similarity(
-    policies: Mapping[str, str],
-    points: int,
-    data: str,
-    model: str,
-    images: int,
-    epochs: int,
-    seed: int,
-    cache: Path,
-    share: float = 0.1,
-) -> Values:
+def gradient_similarity(policies: Mapping[str, str], points: int, **ground: Any) -> Values:
     """ATS Figure 1: likeness of gradients on the way from noise (0) to the image (1), and the area under it."""
-    ground = Ground(data, model, images, 1, epochs, share, seed, cache)
+    scorer = Ground(**ground).scorer
     found: Values = {}
     for label, text in policies.items():
-        curve = ground.scorer.similarity(_policy(text))
+        curve = scorer.similarity(_policy(text))
         area = torch.trapezoid(curve, dx=1 / (curve.shape[1] - 1), dim=1)
         found[f"{label} area"] = Value.of(area.tolist())
         for point in range(points + 1):
@@ -126,37 +125,23 @@ def gradient_similarity(
     return found
 
 
-def function_scores(
-    data: str, model: str, images: int, epochs: int, seed: int, cache: Path, share: float = 0.1
-) -> Values:
+def function_scores(**ground: Any) -> Values:
     """ATS Figure 5: the privacy score of each function of the library, and of none."""
-    ground = Ground(data, model, images, 1, epochs, share, seed, cache)
+    scorer = Ground(**ground).scorer
     every = {"none": NO_POLICY, **{str(i): (i,) for i in range(50)}}
-    areas = {name: torch.trapezoid(ground.scorer.similarity(p), dx=1 / 20, dim=1) for name, p in every.items()}
+    areas = {name: torch.trapezoid(scorer.similarity(p), dx=1 / 20, dim=1) for name, p in every.items()}
     found = {name: Value.of(area.tolist()) for name, area in areas.items()}
     ranked = sorted((name for name in areas if name != "none"), key=lambda name: found[name].mean)
     return found | {f"rank of {name}": Value(1.0 + ranked.index(name)) for name in ranked}
 
 
-def score_correlation(
-    policies: int,
-    attack: str,
-    data: str,
-    model: str,
-    images: int,
-    victims: int,
-    epochs: int,
-    seed: int,
-    cache: Path,
-    share: float = 0.1,
-) -> Values:
+def score_correlation(policies: int, attack: str, **ground: Any) -> Values:
     """ATS Figure 2: does the score say what an attack gets? PSNR is against the transformed images."""
-    ground = Ground(data, model, images, victims, epochs, share, seed, cache)
-    drawn = candidates(Search(candidates=policies, seed=seed))
+    place = Ground(**ground)
     scores, levels = [], []
-    for policy in drawn:
-        scores.append(ground.scorer.privacy(policy))
-        fed, _, found = ground.rebuilt(policy, attack)
+    for policy in candidates(Search(candidates=policies, seed=place.seed)):
+        scores.append(place.scorer.privacy(policy))
+        fed, _, found = place.rebuilt(policy, attack)
         levels.append(float(psnr(fed, found).mean()))
     # Fisher's transform gives the correlation's own standard error.
     straight, ranked = float(pearsonr(scores, levels).statistic), float(spearmanr(scores, levels).statistic)
@@ -170,33 +155,22 @@ def score_correlation(
     }
 
 
-def layer_similarity(
-    policies: Mapping[str, str],
-    attack: str,
-    steps: Sequence[int],
-    data: str,
-    model: str,
-    victims: int,
-    epochs: int,
-    seed: int,
-    cache: Path,
-    share: float = 0.1,
-) -> Values:
+def layer_similarity(policies: Mapping[str, str], attack: str, steps: Sequence[int], **ground: Any) -> Values:
     """ATS Figure 6: per layer, how like the rebuilt image's gradient is to the true one as the attack proceeds.
 
     Layers are those with weights of more than one dimension, the first two and the last two.
     """
-    ground = Ground(data, model, 2, victims, epochs, share, seed, cache)
-    weights = [n for n, t in ground.function.parameters(ground.state).items() if t.ndim > 1]
-    places = {"shallow 1": weights[0], "shallow 2": weights[1], "deep 1": weights[-2], "deep 2": weights[-1]}
+    place = Ground(**ground)
+    weights = [n for n, t in place.function.parameters(place.state).items() if t.ndim > 1]
+    layers = {"shallow 1": weights[0], "shallow 2": weights[1], "deep 1": weights[-2], "deep 2": weights[-1]}
     found: Values = {}
     for label, text in policies.items():
         for number in steps:
-            x, y, rebuilt = ground.rebuilt(_policy(text), attack.format(steps=number))
-            true, ours = ground.gradients(x, y), ground.gradients(rebuilt, y)
-            for place, name in places.items():
+            x, y, rebuilt = place.rebuilt(_policy(text), attack.format(steps=number))
+            true, ours = place.gradients(x, y), place.gradients(rebuilt, y)
+            for layer, name in layers.items():
                 alike = F.cosine_similarity(true[name].flatten(1), ours[name].flatten(1), eps=1e-12)
-                found[f"{label} {place} {number}"] = Value.of(alike.tolist())
+                found[f"{label} {layer} {number}"] = Value.of(alike.tolist())
     return found
 
 

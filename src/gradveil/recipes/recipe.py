@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gradveil.audit.spec import AuditSpec, make_spec
+from gradveil.audit.spec import SUITE, AuditSpec, make_spec
 from gradveil.errors import UserError, unknown
 from gradveil.recipes.claims import Claim
 
@@ -177,6 +177,8 @@ class Scaled:
         given = chosen(dict(given), self.scale)
         texts = {key: value.format_map(given) if isinstance(value, str) else value for key, value in given.items()}
         known: dict[str, Any] = {key: value for key, value in texts.items() if key in Cell.__dataclass_fields__}
+        if known.get("measure"):  # of no audit, whatever the recipe's other cells are of
+            known = {key: known[key] for key in ("measure", "value") if key in known}
         for kind in ("defense", "attack"):
             if kind in known:
                 known[kind] = self._names.get(known[kind], known[kind])
@@ -195,8 +197,9 @@ class Scaled:
             raise UserError(where + str(unknown("audit", cell.audit, self.recipe.audits)))
         if cell.figure not in metrics or cell.statistic.partition("@")[0] not in STATISTICS:
             raise UserError(where + str(unknown("metric", cell.metric, metrics)))
-        if cell.figure in ATTACK_METRICS and not cell.attack:
-            raise UserError(where + f"{cell.metric} under {cell.defense} names no attack.")
+        if cell.figure in ATTACK_METRICS and cell.attack in ("", SUITE):
+            what = "the suite, which is many" if cell.attack else "no attack"
+            raise UserError(where + f"{cell.metric} under {cell.defense} names {what}; name one attack.")
 
 
 def chosen(tree: Any, scale: Scale) -> Any:

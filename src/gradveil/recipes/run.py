@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradveil import __version__
+from gradveil import __version__, attacks, defenses
 from gradveil.audit import plan as audit_plan
 from gradveil.audit.case import Case, short_hash
 from gradveil.audit.cells import one_thread
@@ -25,6 +25,7 @@ from gradveil.audit.progress import Display
 from gradveil.audit.run import Stopped
 from gradveil.audit.store import RunFolder
 from gradveil.audit.workers import run_here, run_in_workers
+from gradveil.errors import UserError
 from gradveil.files import write_json
 from gradveil.metrics import RECOGNISABLE
 from gradveil.recipes import pictures
@@ -97,7 +98,7 @@ def run_recipe(
     file = out / "results" / f"{recipe.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     if scaled.pictures:
-        tensors = [folders[p.cell.audit][1].tensors(_key(folders[p.cell.audit][0], p.cell)) for p in scaled.pictures]
+        tensors = [folders[p.cell.audit][1].tensors(key_of(folders[p.cell.audit][0], p.cell)) for p in scaled.pictures]
         pictures.write(file.with_suffix(".png"), [t[p.shows] for t, p in zip(tensors, scaled.pictures, strict=True)])
         result["pictures"] = [p.label for p in scaled.pictures]
     write_json(file, result)
@@ -115,7 +116,7 @@ def _complete(
     plan = {cell.key: cell for cell in make_plan(case)}
     keys: dict[str, None] = {}
     for wanted in cells:
-        for key in _with_needs(_key(case, wanted), plan):
+        for key in _with_needs(key_of(case, wanted), plan):
             keys[key] = None
     ordered = [cell for key, cell in plan.items() if key in keys]
     left = [cell for cell in ordered if not _stored(folder, cell)]
@@ -145,16 +146,25 @@ def _with_needs(key: str, plan: dict[str, audit_plan.Cell]) -> Iterable[str]:
         yield from _with_needs(needed, plan)
 
 
-def _key(case: Case, cell: Cell) -> str:
-    """The key of the audit's cell that a number of the table comes from."""
+def key_of(case: Case, cell: Cell) -> str:
+    """The key of the audit's cell that a number of the table comes from.
+
+    An audit has each method once, as it was first written: `precode:k=256` stands for `precode` too.
+    """
     kind = "attack" if cell.figure in ATTACK_METRICS else "observe" if cell.figure in UPDATE_METRICS else "utility"
-    attack = cell.attack if kind == "attack" else ""
-    return next(c.key for c in make_plan(case) if (c.kind, c.defense, c.attack) == (kind, cell.defense, attack))
+    defense = defenses.parse(cell.defense).spec
+    attack = attacks.parse(cell.attack).spec if kind == "attack" else ""
+    for planned in make_plan(case):
+        same = planned.kind == kind and case.defenses[planned.defense].spec == defense
+        if same and (case.attack(planned.attack).spec if planned.attack else "") == attack:
+            return planned.key
+    by = f" from {attack}" if attack else ""
+    raise UserError(f"audit {cell.audit} has no cell for {cell.metric} under {cell.defense}{by}.")
 
 
 def _read(case: Case, folder: RunFolder, cell: Cell) -> Value | str:
     """A stored number, or in words why there is none."""
-    content = folder.outcome(_key(case, cell))
+    content = folder.outcome(key_of(case, cell))
     if content["status"] != "ok":
         return f"{content['status']}: {content['error']}"
     if cell.figure in TRAINING_METRICS:
@@ -162,8 +172,8 @@ def _read(case: Case, folder: RunFolder, cell: Cell) -> Value | str:
     if cell.figure == "seconds":
         return Value(content["seconds"] / (case.spec.victims * case.spec.updates))
     if cell.figure in UPDATE_METRICS:
-        change = (content["gradient"] or {}).get(cell.figure)
-        return "the model differs, so updates cannot be compared" if change is None else Value(change)
+        each = [change[cell.figure] for change in content["changes"] if change and change[cell.figure] is not None]
+        return Value.of(each) if each else "the model differs, so updates cannot be compared"
     return _attack(case, folder, cell, content)
 
 
