@@ -82,13 +82,13 @@ def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
     """CPU seconds in which a client makes one update of 64 images, the least of three, or of one where it is slow."""
     from gradveil.client import Client
     from gradveil.defenses import parse
+    from gradveil.files import write_json
     from gradveil.gradients import ModelFunction
     from gradveil.types import LocalTraining
 
-    kept = Path(job["work"]) / "steps.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    key = "-".join(str(job[k]) for k in ("data", "model", "defense"))
-    if key not in known:
+    name = "-".join(str(job[k]).replace(":", "_") for k in ("data", "model", "defense"))
+    kept = Path(job["work"]) / f"{name}-step.json"
+    if not kept.exists():
         defense, batch = parse(job["defense"]), data.private[:64]
         function = ModelFunction(defense.model(module, data.input_shape))
         facts = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std, "state": function.state()}
@@ -100,9 +100,8 @@ def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
             begun = time.process_time()
             client.round(function.state(), batch, len(spent), protected=protected)
             spent.append(time.process_time() - begun)
-        known[key] = min(spent)
-        kept.write_text(json.dumps(known))
-    return float(known[key])
+        write_json(kept, {"seconds": min(spent)})
+    return float(json.loads(kept.read_text())["seconds"])
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ asks naught of it all the same (`edges=ignore`); such pixels can be left out (`m
 which is all that is known of them and more than nothing (`sign`, the default).
 
 Many images fit nearly as well, so the likeliest of them is sought, by public images of the class, and in coordinates
-in which those are N(0, 1): descent on the pixels themselves, from grey, does not get there (`prior=none`, the paper's).
+in which those are N(0, 1). `prior=none` seeks among all images, from grey, as the paper does, but by L-BFGS where it
+takes plain descent.
 """
 
 from __future__ import annotations
