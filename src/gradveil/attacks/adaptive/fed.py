@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.analytic.linear import Linear
+from gradveil.attacks.analytic.rgap import RGAP
 from gradveil.attacks.base import Answer, Target
 from gradveil.attacks.labels import classifier_gradients, infer_labels
 from gradveil.attacks.matching.distances import RelativeL2
@@ -81,10 +82,15 @@ def one_image(target: Target) -> Answer:
     head = reduce_to_head(target)
     if head is None:
         return Swift().reconstruct(target)
-    x, used = Start(scale=0.1).draw(head.target, 1, target.rng), 0
-    for weight, steps in LADDER:
-        x, used = _descend(head, list(range(len(x))), x, weight, steps, used)
-    score = _residual(head.target, x)
+    x, score, used = *_unrolled(target, head), 0
+    rows = (score > EXACT).nonzero().flatten()
+    if len(rows):
+        new = Start(scale=0.1).draw(head.target, 1, target.rng)[rows]
+        for weight, steps in LADDER:
+            new, used = _descend(head, rows.tolist(), new, weight, steps, used)
+        found = _residual(head.target.subset(rows.tolist()), new)
+        better = found < score[rows]
+        x[rows[better]], score[rows[better]] = new[better], found[better]
     rows = ((score > EXACT) & (score < CONVERGED)).nonzero().flatten()
     if len(rows):  # bright images saturate smooth nets: close, but slow
         x[rows], used = _descend(head, rows.tolist(), x[rows], *POLISH, used)
@@ -96,6 +102,14 @@ def one_image(target: Target) -> Answer:
         x[rows[better]], score[rows[better]] = again.x[better], again.score[better]
         used += again.iterations
     return Answer(x, score, iterations=used)
+
+
+def _unrolled(target: Target, head: Head) -> tuple[Tensor, Tensor]:
+    """Images and residuals by the closed form; where there is none, grey ones that fit nothing."""
+    if RGAP().applies(target.first) is not None:
+        return torch.zeros(target.shape), torch.full(target.shape[:1], float("inf"))
+    x = RGAP().run(target).x
+    return x, _residual(head.target, x)
 
 
 def _descend(head: Head, rows: list[int], x: Tensor, weight: float, steps: int, used: int) -> tuple[Tensor, int]:
