@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 Verdict = Literal["holds", "does not hold", "cannot be told"]
 Place = tuple[str, str]
 WITHIN = 2.0  # standard errors
+SAME = 1e-6  # values that differ by less differ by rounding
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def place(text: str) -> Place:
 
 def _sign(gap: float, error: float) -> int:
     """1: as claimed, −1: the other way, 0: within the error."""
-    return 0 if abs(gap) <= WITHIN * error or gap == 0 else (1 if gap > 0 else -1)
+    return 0 if abs(gap) <= max(WITHIN * error, SAME) else (1 if gap > 0 else -1)
 
 
 def _reaches(gap: float, error: float) -> int:

@@ -26,7 +26,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradveil.defenses.data.ats import ATS, Draw, Policy, parse_policies, random_policy, transform, write_policy
+from gradveil.defenses.data.ats import (
+    ATS,
+    LONGEST,
+    Draw,
+    Policy,
+    parse_policies,
+    random_policy,
+    transform,
+    write_policy,
+)
 from gradveil.errors import UserError
 from gradveil.files import alone_in, write_json
 from gradveil.gradients import ModelFunction, copied
@@ -175,13 +184,17 @@ class Scorer:
         return float(torch.stack(values).mean())
 
     def _transformed(self, policy: Policy, draw: int) -> Tensor:
-        """With the crop and flip of the training pipeline; crops, flips and signs are the same for every policy."""
-        rng, default = generator(self.search.seed, "ats-draw", draw), ATS()
-        drawn = Draw.make(len(self.images), ((0, 0, 0),), default.crop, default.flip, rng)
-        return transform(self.images.x, (policy,), drawn, default.crop)
+        return _prepared(self.images.x, policy, generator(self.search.seed, "ats-draw", draw))
 
     def _normalize(self, x: Tensor) -> Tensor:
         return (x - self.tensors["mean"].view(-1, 1, 1)) / self.tensors["std"].view(-1, 1, 1)
+
+
+def _prepared(images: Tensor, policy: Policy, rng: torch.Generator) -> Tensor:
+    """As the training pipeline hands images on: cropped, flipped, then transformed. Draws are the same for any policy."""
+    default = ATS()
+    drawn = Draw.make(len(images), ((0,) * LONGEST,), default.crop, default.flip, rng)
+    return transform(images, (policy,), drawn, default.crop)
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -293,12 +306,17 @@ def half_trained(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Tensors:
-    """M^s: the model after a short training on a share of the images. Adam, so that one setting suits any model."""
+    """M^s: the model after a short training on a share of the images, cropped and flipped as the authors' pipeline does.
+
+    Adam, so that one setting suits any model.
+    """
     rng = generator(search.seed, "ats-training")
     part = train[torch.randperm(len(train), generator=rng)[: max(1, round(search.share * len(train)))]]
-    part = Batch((part.x - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), part.hard_labels)
+    part = Batch(part.x, part.hard_labels)
     before = {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
-    key = _digest({**before, "x": part.x, "y": part.y}, f"{search.epochs}/{search.seed}")
+    key = _digest(
+        {**before, "x": part.x, "y": part.y, "mean": mean, "std": std}, f"prepared/{search.epochs}/{search.seed}"
+    )
     file = folder / f"half-trained-{key}.safetensors" if folder else None
 
     def training(checkpoint: Path | None) -> Tensors:
@@ -313,7 +331,8 @@ def half_trained(
                 rows = shuffled.draw()
                 if len(rows) > 1 or len(part) == 1:  # batch norm has no statistics of a single image
                     optimizer.zero_grad()
-                    F.cross_entropy(model(part.x[rows]), part.y[rows]).backward()
+                    x = (_prepared(part.x[rows], NO_POLICY, rng) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+                    F.cross_entropy(model(x), part.y[rows]).backward()
                     optimizer.step()
                 if progress:
                     progress("training the half-trained model", step + 1, steps)
