@@ -87,6 +87,18 @@ def test_privacy_score_does_not_depend_on_chunks(scorer: Scorer, monkeypatch: py
     assert scorer.privacy((2, 43, 21)) == pytest.approx(whole, abs=1e-5)
 
 
+def test_the_half_trained_model_learns_from_cropped_and_flipped_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, seen = blobs(1, 3), []
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 4))
+    monkeypatch.setattr(torch.nn.Flatten, "forward", lambda _, x: (seen.append(x.detach()), x.flatten(1))[1])
+    half_trained(module, image, mean=MEAN, std=STD, search=Search(epochs=12, share=1.0))
+    padded = F.pad(image.x, (4, 4, 4, 4))
+    crops = [padded[:, :, i : i + 16, j : j + 16] for i in range(9) for j in range(9)]
+    allowed = [(crop - MEAN) / STD for c in crops for crop in (c, c.flip(3))]
+    shown = [next(i for i, x in enumerate(allowed) if torch.allclose(x, given, atol=1 / 255 / 0.3)) for given in seen]
+    assert len(seen) == 12 and len(set(shown)) > 6
+
+
 def test_accuracy_score_is_the_spread_of_jacobians(scorer: Scorer) -> None:
     module = build("convnet:width=2", input_shape=SHAPE, num_classes=4).eval()
 

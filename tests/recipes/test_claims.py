@@ -20,6 +20,7 @@ def judge(claim: dict, **values: Value) -> str:
         (Value(1.0), Value(2.0), "holds"),
         (Value(2.0), Value(1.0), "does not hold"),
         (Value(1.0), Value(1.0), "cannot be told"),
+        (Value.of([2e-8, 3e-8]), Value.of([3e-8, 4e-8]), "cannot be told"),  # apart by rounding alone
         (Value(1.0, 2.0, 4), Value(2.0, 2.0, 4), "cannot be told"),  # 1 apart, standard error √2
         (Value(1.0, 0.2, 4), Value(2.0, 0.2, 4), "holds"),
     ],
