@@ -82,11 +82,10 @@ def one_image(target: Target) -> Answer:
     head = reduce_to_head(target)
     if head is None:
         return Swift().reconstruct(target)
-    start = Start(scale=0.1).draw(head.target, 1, target.rng)
     x, score, used = *_unrolled(target, head), 0
     rows = (score > EXACT).nonzero().flatten()
     if len(rows):
-        new = start[rows]
+        new = Start(scale=0.1).draw(head.target, 1, target.rng)[rows]
         for weight, steps in LADDER:
             new, used = _descend(head, rows.tolist(), new, weight, steps, used)
         found = _residual(head.target.subset(rows.tolist()), new)

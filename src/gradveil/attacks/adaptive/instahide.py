@@ -59,7 +59,6 @@ class InstahideDecode(Attack):
             return answer(target, fed, first.view_as(fed.x)[fed.sighting == 0])
 
         habits = Habits(target.knowledge.public)
-
         middle = fed.target.first.mean.view(-1, 1, 1).expand(fed.x.shape[2:])
 
         def solve(mixture: Mixture) -> tuple[Tensor, Tensor]:
@@ -129,7 +128,7 @@ def mirrored(x: Tensor, mixture: Mixture, low: Tensor, high: Tensor, middle: Ten
             cluster[pixel], sign[pixel] = cluster[up], sign[up] if along > 0 else -sign[up]
     sign, cluster = sign[:-1], cluster[:-1]
     votes = torch.zeros(root).index_add(0, cluster, sign * itself)
-    return torch.where(sign * (votes[cluster] >= 0).float().mul(2).sub(1) > 0, x, other).view(shape)
+    return torch.where((sign > 0) == (votes[cluster] >= 0), x, other).view(shape)
 
 
 def _misfit(m: Tensor, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
