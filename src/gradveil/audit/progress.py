@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gradveil.audit.plan import Cell
 from gradveil.audit.spec import CONTROL
+
+
+class Shown(Protocol):
+    """A piece of work: an audit's cell, or a part of a recipe's measure. As text it says what it is."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def defense(self) -> str: ...
+    @property
+    def attack(self) -> str: ...
 
 
 class Display:
@@ -16,13 +28,13 @@ class Display:
 
     def start(self, total: int, stored: int) -> None: ...
 
-    def begin(self, cell: Cell) -> None: ...
+    def begin(self, cell: Shown) -> None: ...
 
-    def progress(self, cell: Cell, done: int, total: int) -> None: ...
+    def progress(self, cell: Shown, done: int, total: int) -> None: ...
 
-    def end(self, cell: Cell, content: dict[str, Any]) -> None: ...
+    def end(self, cell: Shown, content: dict[str, Any]) -> None: ...
 
-    def end_early(self, cell: Cell) -> None:
+    def end_early(self, cell: Shown) -> None:
         """Its process died; it will begin again."""
 
     def stop(self) -> None: ...
@@ -39,7 +51,7 @@ class Lines(Display):
         if stored:
             self._print(f"{stored} of {total} cells are done already")
 
-    def end(self, cell: Cell, content: dict[str, Any]) -> None:
+    def end(self, cell: Shown, content: dict[str, Any]) -> None:
         self._done += 1
         self._print(f"[{self._done}/{self._total}] {outcome(cell, content)}")
 
@@ -69,15 +81,15 @@ class Bars(Display):
         self._whole = self._bars.add_task("audit", total=total, completed=stored)
         self._bars.start()
 
-    def begin(self, cell: Cell) -> None:
+    def begin(self, cell: Shown) -> None:
         self._tasks[cell.key] = self._bars.add_task(str(cell), total=None)
 
-    def progress(self, cell: Cell, done: int, total: int) -> None:
+    def progress(self, cell: Shown, done: int, total: int) -> None:
         self._bars.update(self._tasks[cell.key], completed=done, total=total)
         self._parts[cell.key] = done / max(total, 1)
         self._advance()
 
-    def end(self, cell: Cell, content: dict[str, Any]) -> None:
+    def end(self, cell: Shown, content: dict[str, Any]) -> None:
         self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
         self._finished += 1
@@ -85,14 +97,14 @@ class Bars(Display):
         self._show_best(cell, content)
         self._bars.console.print(outcome(cell, content), markup=False, highlight=False, style="dim")
 
-    def end_early(self, cell: Cell) -> None:
+    def end_early(self, cell: Shown) -> None:
         self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
 
     def stop(self) -> None:
         self._bars.stop()
 
-    def _show_best(self, cell: Cell, content: dict[str, Any]) -> None:
+    def _show_best(self, cell: Shown, content: dict[str, Any]) -> None:
         """The strongest attack on a defense so far, beside the bar of the whole."""
         if cell.kind != "attack" or cell.defense == CONTROL or content["status"] != "ok" or self._whole is None:
             return
@@ -114,7 +126,7 @@ def display_on(console: Console, quiet: bool) -> Display:
     return Bars(console) if console.is_terminal else Lines(console)
 
 
-def outcome(cell: Cell, content: dict[str, Any]) -> str:
+def outcome(cell: Shown, content: dict[str, Any]) -> str:
     """What became of a cell, in a line."""
     if content["status"] != "ok":
         return f"{cell}: {content['status']}: {content['error']}"

@@ -103,19 +103,20 @@ def _show_plan(recipe: Recipe, scale: Scale) -> None:
     from rich.table import Table
 
     from gradveil.recipes.plan import make_plan
-    from gradveil.report.words import seconds_text
+    from gradveil.report.words import plural, seconds_text
 
     lines = make_plan(recipe.at(scale))
     table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)
     for line in lines:
-        time = seconds_text(line.seconds) if line.seconds else "not foreseen"
-        table.add_row(line.what, str(line.cells), f"{line.iterations:,}" if line.iterations else "", time)
+        count = f"{line.iterations:,}" if line.iterations else ""
+        table.add_row(line.what, str(line.cells), count, seconds_text(line.seconds))
     console = Console()
     console.print(f"{recipe.name} ({recipe.title}) at scale {scale}", highlight=False)
     console.print(table)
     whole = sum(line.seconds for line in lines)
     console.print(
-        f"{sum(line.cells for line in lines)} cells, {sum(line.iterations for line in lines):,} iterations or images; "
+        f"{plural(sum(line.cells for line in lines), 'cell')}, "
+        f"{sum(line.iterations for line in lines):,} iterations or images; "
         f"about {seconds_text(whole)} on one core like this one, an estimate. Cells that other recipes left in --out are "
         "not done again.\n",
         highlight=False,

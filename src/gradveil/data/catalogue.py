@@ -28,6 +28,7 @@ class Known:
 
     name: str
     about: str
+    images: int  # in the published training part; a folder may hold fewer
     num_classes: int
     norm: tuple[tuple[float, ...], tuple[float, ...]] | None
     files: str  # what to put into its folder
@@ -63,16 +64,23 @@ class Known:
 
 _IDX = "the publisher's four idx files"
 EMBEDDED = Known(
-    "mnist-5k", "5,000 MNIST digits, 28×28 grey, 10 classes; built in", 10, _MNIST, "nothing", class_names=_DIGITS
+    "mnist-5k",
+    "5,000 MNIST digits, 28×28 grey, 10 classes; built in",
+    5_000,
+    10,
+    _MNIST,
+    "nothing",
+    class_names=_DIGITS,
 )
 KNOWN = {
     known.name: known
     for known in (
         EMBEDDED,
-        Known("mnist", "handwritten digits, 28×28 grey, 10 classes", 10, _MNIST, _IDX, _DIGITS),
+        Known("mnist", "handwritten digits, 28×28 grey, 10 classes", 60_000, 10, _MNIST, _IDX, _DIGITS),
         Known(
             "fashion-mnist",
             "pieces of clothing, 28×28 grey, 10 classes",
+            60_000,
             10,
             ((0.1307,), (0.3081,)),  # ATS takes MNIST's constants for it
             _IDX,
@@ -81,6 +89,7 @@ KNOWN = {
         Known(
             "cifar10",
             "small photographs, 32×32 colour, 10 classes",
+            50_000,
             10,
             _CIFAR10,
             "the binary version (cifar-10-batches-bin/)",
@@ -89,26 +98,44 @@ KNOWN = {
         Known(
             "cifar100",
             "small photographs, 32×32 colour, 100 classes",
+            50_000,
             100,
             _CIFAR100,
             "the binary version (cifar-100-binary/)",
         ),
         Known(
-            "svhn", "house numbers, 32×32 colour, 10 classes", 10, None, "train_32x32.mat and test_32x32.mat", _DIGITS
+            "svhn",
+            "house numbers, 32×32 colour, 10 classes",
+            73_257,
+            10,
+            None,
+            "train_32x32.mat and test_32x32.mat",
+            _DIGITS,
         ),
         Known(
             "tinyimagenet",
             "photographs, 32×32 colour (size=64 for the originals), 200 classes",
+            100_000,
             200,
             _IMAGENET,
             "tiny-imagenet-200/",
             size=32,
         ),
-        Known("olivetti", "faces of 40 people, 64×64 grey; split=person keeps people apart", 40, None, "an .npz file"),
-        Known("mednist", "X-ray, CT and MR pictures, 64×64 grey, 6 classes", 6, None, "one folder of pictures a class"),
+        Known(
+            "olivetti", "faces of 40 people, 64×64 grey; split=person keeps people apart", 400, 40, None, "an .npz file"
+        ),
+        Known(
+            "mednist",
+            "X-ray, CT and MR pictures, 64×64 grey, 6 classes",
+            58_954,
+            6,
+            None,
+            "one folder of pictures a class",
+        ),
         Known(
             "celeba",
             "faces, 32×32 colour (size=N for others), label: attribute=Male",
+            162_770,
             2,
             _HALF,
             "img_align_celeba/ and list_attr_celeba.txt",

@@ -1,14 +1,16 @@
 """What some figures show beside attacks and accuracies.
 
 A measure is named in a recipe by `kind`; the rest of what stands there is its arguments. It gives named values, each
-with its spread, and may keep costly things in `cache`.
+with its spread. It does its work in named pieces, one by one, so that a run that was stopped goes on with the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,30 @@ from gradveil.recipes.claims import Value
 from gradveil.types import Batch, LocalTraining, Sighting, Tensors, generator, observe
 
 Values = dict[str, Value]
+T = TypeVar("T")
 
 RATE, MOMENTUM, DECAY, TRAIN_BATCH = 0.05, 0.9, 5e-4, 50  # of LODA's retraining, the batch for fewer images
+
+
+class Bench(Protocol):
+    """Where a measure is taken."""
+
+    cache: Path  # for what is trained once
+
+    def each(self, pieces: Mapping[str, T], work: Callable[[T], Any], /) -> dict[str, Any]:
+        """Named pieces of work in their order. What a piece gives is kept as JSON and not worked out again."""
+
+    def progress(self, what: str, done: int, total: int, /) -> None:
+        """Of something long that comes before the pieces."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a measure will take, for a plan: images to learn from, gradients of single ones, iterations of attacks."""
+
+    kind: Literal["training", "obscuring", "gradients", "attacks"]
+    model: str
+    count: int
 
 
 # -- ATS: gradients on the way from noise to an image --------------------------------------------------------------------
@@ -41,11 +65,11 @@ class Ground:
 
     def __init__(
         self,
+        bench: Bench,
         data: str,
         model: str,
         epochs: int,
         seed: int,
-        cache: Path,
         images: int = 2,
         victims: int = 1,
         share: float = 0.1,
@@ -58,9 +82,9 @@ class Ground:
         self.search = Search(images=images, epochs=max(epochs, 1), share=share, seed=seed)
         self.state = fresh
         if epochs:
-            self.state = half_trained(
-                self.module, found.private, mean=found.mean, std=found.std, search=self.search, folder=cache
-            )
+            shared: dict[str, Any] = {"folder": bench.cache, "progress": bench.progress}
+            shared |= {"mean": found.mean, "std": found.std, "search": self.search}
+            self.state = half_trained(self.module, found.private, **shared)
         order = torch.randperm(len(found.test), generator=generator(seed, "ats-images"))
         scored, self.victims = found.test[order[:images]], found.test[order[images:][:victims]]
         tensors = {"images": scored.x, "labels": scored.hard_labels, "mean": found.mean, "std": found.std}
@@ -111,12 +135,12 @@ def _policy(text: str) -> Policy:
     return NO_POLICY if text == "none" else parse_policies(text)[0]
 
 
-def gradient_similarity(policies: Mapping[str, str], points: int, **ground: Any) -> Values:
+def gradient_similarity(bench: Bench, policies: Mapping[str, str], points: int, **ground: Any) -> Values:
     """ATS Figure 1: likeness of gradients on the way from noise (0) to the image (1), and the area under it."""
-    scorer = Ground(**ground).scorer
+    scorer = Ground(bench, **ground).scorer
     found: Values = {}
-    for label, text in policies.items():
-        curve = scorer.similarity(_policy(text))
+    for label, kept in bench.each(policies, lambda text: scorer.similarity(_policy(text)).tolist()).items():
+        curve = torch.tensor(kept)
         area = torch.trapezoid(curve, dx=1 / (curve.shape[1] - 1), dim=1)
         found[f"{label} area"] = Value.of(area.tolist())
         for point in range(points + 1):
@@ -125,24 +149,26 @@ def gradient_similarity(policies: Mapping[str, str], points: int, **ground: Any)
     return found
 
 
-def function_scores(**ground: Any) -> Values:
+def function_scores(bench: Bench, **ground: Any) -> Values:
     """ATS Figure 5: the privacy score of each function of the library, and of none."""
-    scorer = Ground(**ground).scorer
+    scorer = Ground(bench, **ground).scorer
     every = {"none": NO_POLICY, **{str(i): (i,) for i in range(50)}}
-    areas = {name: torch.trapezoid(scorer.similarity(p), dx=1 / 20, dim=1) for name, p in every.items()}
-    found = {name: Value.of(area.tolist()) for name, area in areas.items()}
+    areas = bench.each(every, lambda policy: torch.trapezoid(scorer.similarity(policy), dx=1 / 20, dim=1).tolist())
+    found = {name: Value.of(area) for name, area in areas.items()}
     ranked = sorted((name for name in areas if name != "none"), key=lambda name: found[name].mean)
     return found | {f"rank of {name}": Value(1.0 + ranked.index(name)) for name in ranked}
 
 
-def score_correlation(policies: int, attack: str, **ground: Any) -> Values:
+def score_correlation(bench: Bench, policies: int, attack: str, **ground: Any) -> Values:
     """ATS Figure 2: does the score say what an attack gets? PSNR is against the transformed images."""
-    place = Ground(**ground)
-    scores, levels = [], []
-    for policy in candidates(Search(candidates=policies, seed=place.seed)):
-        scores.append(place.scorer.privacy(policy))
+    place = Ground(bench, **ground)
+
+    def both(policy: Policy) -> list[float]:
         fed, _, found = place.rebuilt(policy, attack)
-        levels.append(float(psnr(fed, found).mean()))
+        return [place.scorer.privacy(policy), float(psnr(fed, found).mean())]
+
+    drawn = candidates(Search(candidates=policies, seed=place.seed))
+    scores, levels = zip(*bench.each({write_policy((p,)): p for p in drawn}, both).values(), strict=True)
     # Fisher's transform gives the correlation's own standard error.
     straight, ranked = float(pearsonr(scores, levels).statistic), float(spearmanr(scores, levels).statistic)
     error = (1 - straight**2) / max(policies - 3, 1) ** 0.5
@@ -155,56 +181,70 @@ def score_correlation(policies: int, attack: str, **ground: Any) -> Values:
     }
 
 
-def layer_similarity(policies: Mapping[str, str], attack: str, steps: Sequence[int], **ground: Any) -> Values:
+def layer_similarity(
+    bench: Bench, policies: Mapping[str, str], attack: str, steps: Sequence[int], **ground: Any
+) -> Values:
     """ATS Figure 6: per layer, how like the rebuilt image's gradient is to the true one as the attack proceeds.
 
     Layers are those with weights of more than one dimension, the first two and the last two.
     """
-    place = Ground(**ground)
+    place = Ground(bench, **ground)
     weights = [n for n, t in place.function.parameters(place.state).items() if t.ndim > 1]
     layers = {"shallow 1": weights[0], "shallow 2": weights[1], "deep 1": weights[-2], "deep 2": weights[-1]}
-    found: Values = {}
-    for label, text in policies.items():
-        for number in steps:
-            x, y, rebuilt = place.rebuilt(_policy(text), attack.format(steps=number))
-            true, ours = place.gradients(x, y), place.gradients(rebuilt, y)
-            for layer, name in layers.items():
-                alike = F.cosine_similarity(true[name].flatten(1), ours[name].flatten(1), eps=1e-12)
-                found[f"{label} {layer} {number}"] = Value.of(alike.tolist())
-    return found
+
+    def alike(piece: tuple[str, str, int]) -> dict[str, list[float]]:
+        label, text, number = piece
+        x, y, rebuilt = place.rebuilt(_policy(text), attack.format(steps=number))
+        true, ours = place.gradients(x, y), place.gradients(rebuilt, y)
+        return {
+            f"{label} {layer} {number}": F.cosine_similarity(
+                true[name].flatten(1), ours[name].flatten(1), eps=1e-12
+            ).tolist()
+            for layer, name in layers.items()
+        }
+
+    pieces = {f"{label} {number}": (label, text, number) for label, text in policies.items() for number in steps}
+    return {name: Value.of(v) for found in bench.each(pieces, alike).values() for name, v in found.items()}
 
 
 # -- LODA: what obscured images still teach ------------------------------------------------------------------------------
 
 
 def obscured_accuracy(
+    bench: Bench,
     trained_on: Mapping[str, str],
     models: Mapping[str, str],
     data: str,
     images: int,
     epochs: int,
     seed: int,
-    cache: Path,
 ) -> Values:
     """LODA Tables 5 to 7: test accuracy on clean images of networks that were trained on obscured ones."""
     found = load(data, seed=seed)
     private = found.private[:images]
+
+    @lru_cache(maxsize=1)
+    def shown(text: str) -> Tensor:
+        return private.x if text == "none" else _obscured(bench, text, private, found, seed)
+
+    def right(piece: tuple[str, str]) -> float:
+        text, model = piece
+        return accuracy(model, Batch(shown(text), private.hard_labels), found, epochs, seed)
+
+    pieces = {f"{label} {name}": (text, model) for label, text in trained_on.items() for name, model in models.items()}
     values: Values = {}
-    for label, text in trained_on.items():
-        x = private.x if text == "none" else _obscured(text, private, found, seed, cache)
-        for name, model in models.items():
-            right = accuracy(model, Batch(x, private.hard_labels), found, epochs, seed)
-            # The error of a test part of this size, and two points between seeds.
-            spread = 100 * (right * (1 - right) / len(found.test)) ** 0.5
-            values[f"{label} {name}"] = Value(100 * right, (spread**2 + 2.0**2) ** 0.5)
+    for name, share in bench.each(pieces, right).items():
+        # The error of a test part of this size, and two points between seeds.
+        spread = 100 * (share * (1 - share) / len(found.test)) ** 0.5
+        values[name] = Value(100 * share, (spread**2 + 2.0**2) ** 0.5)
     return values
 
 
-def _obscured(text: str, private: Batch, data: DataSet, seed: int, cache: Path) -> Tensor:
+def _obscured(bench: Bench, text: str, private: Batch, data: DataSet, seed: int) -> Tensor:
     method = defenses.parse(text)
     if not isinstance(method, Loda):
         raise UserError(f"'{text}' obscures no images; write loda:….")
-    memory = method.equip(data.public, data.input_shape, cache)
+    memory = method.equip(data.public, data.input_shape, bench.cache)
     start = memory.starts(private.x.shape, generator(seed, "start"))
     parts = zip(private.x.split(128), start.split(128), strict=True)
     obscured = torch.cat([method.obscure(x, begin, memory) for x, begin in parts])
@@ -234,7 +274,7 @@ def accuracy(model: str, train: Batch, data: DataSet, epochs: int, seed: int) ->
 # -- Refiner: what a pixel distance says of privacy ----------------------------------------------------------------------
 
 
-def perturbations(data: str, images: int, noise: float, scale: float, seed: int, cache: Path) -> Values:
+def perturbations(bench: Bench, data: str, images: int, noise: float, scale: float, seed: int) -> Values:
     """Refiner Figure 2: MSE of a picture to itself shifted by a pixel, with one pixel scaled up, and with noise.
 
     The paper's scaled pixel has an MSE of 0.106, so its factor is large; here the brightest pixel is multiplied.
@@ -248,17 +288,59 @@ def perturbations(data: str, images: int, noise: float, scale: float, seed: int,
     scaled.scatter_(1, brightest, scale * scaled.gather(1, brightest))
     noisy = x + noise * torch.randn(x.shape, generator=generator(seed, "noise"))
 
-    def mse(other: Tensor) -> Value:
-        return Value.of((other.view_as(x) - x).square().flatten(1).mean(1).tolist())
+    def errors(other: Tensor) -> list[float]:
+        found: list[float] = (other.view_as(x) - x).square().flatten(1).mean(1).tolist()
+        return found
 
-    return {"shift": mse(shifted), "scale": mse(scaled), "noise": mse(noisy)}
+    changed = {"shift": shifted, "scale": scaled, "noise": noisy}
+    return {name: Value.of(each_error) for name, each_error in bench.each(changed, errors).items()}
 
 
-MEASURES: dict[str, Callable[..., Values]] = {
-    "gradient_similarity": gradient_similarity,
-    "function_scores": function_scores,
-    "score_correlation": score_correlation,
-    "layer_similarity": layer_similarity,
-    "obscured_accuracy": obscured_accuracy,
-    "perturbations": perturbations,
+# -- all of them ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How it is taken, and the work of it, told from the number of private images and the settings."""
+
+    take: Callable[..., Values]
+    work: Callable[[int, Mapping[str, Any]], list[Work]]
+
+
+def _on_ground(private: int, given: Mapping[str, Any], *, scored: int, attacked: int = 0) -> list[Work]:
+    """The half-trained model, so many policies scored, so many iterations on every victim."""
+    model, points = given["model"], Search().points
+    learnt = round(given.get("share", 0.1) * private) * given["epochs"]
+    return [
+        Work("training", model, learnt),
+        Work("gradients", model, scored * given.get("images", 0) * points),
+        Work("attacks", model, attacked * given.get("victims", 0)),
+    ]
+
+
+def _of_correlation(private: int, given: Mapping[str, Any]) -> list[Work]:
+    steps = attacks.parse(given["attack"]).steps  # type: ignore[attr-defined]
+    return _on_ground(private, given, scored=given["policies"], attacked=given["policies"] * steps)
+
+
+def _of_layers(private: int, given: Mapping[str, Any]) -> list[Work]:
+    return _on_ground(private, given, scored=0, attacked=len(given["policies"]) * sum(given["steps"]))
+
+
+def _of_obscuring(private: int, given: Mapping[str, Any]) -> list[Work]:
+    """A step of obscuring is a pass through the public network, which is about as large as `cnn`."""
+    images = min(private, given["images"])
+    methods = [defenses.parse(text) for text in given["trained_on"].values()]
+    crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
+    learnt = len(methods) * images * given["epochs"]
+    return [Work("obscuring", "cnn", crafted), *(Work("training", m, learnt) for m in given["models"].values())]
+
+
+MEASURES = {
+    "gradient_similarity": Measure(gradient_similarity, lambda n, g: _on_ground(n, g, scored=len(g["policies"]))),
+    "function_scores": Measure(function_scores, lambda n, g: _on_ground(n, g, scored=51)),
+    "score_correlation": Measure(score_correlation, _of_correlation),
+    "layer_similarity": Measure(layer_similarity, _of_layers),
+    "obscured_accuracy": Measure(obscured_accuracy, _of_obscuring),
+    "perturbations": Measure(perturbations, lambda n, g: []),
 }

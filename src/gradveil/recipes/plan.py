@@ -1,11 +1,12 @@
-"""What a recipe will do and about how long it takes, from its settings alone: no data is read and nothing is run.
+"""What a recipe will do and about how long it takes, from its settings alone: nothing is run, data are only counted.
 
-One iteration of matching and one training step are timed on the recipe's own networks, by the processor's time; a GPU
-is quicker.
+An iteration of matching, a gradient and a training step are timed on the recipe's own networks, by the processor's
+time; a GPU is quicker.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.ig import VARIANTS
 from gradveil.audit.cells import one_thread
 from gradveil.audit.spec import AuditSpec
+from gradveil.data import load
 from gradveil.data.catalogue import KNOWN
+from gradveil.data.split import TEST_GIVEN
 from gradveil.gradients import ModelFunction
-from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scaled
+from gradveil.recipes.measures import MEASURES
+from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scale, Scaled
 from gradveil.types import LocalTraining, Observation, generator
 
 STEPS = 4000  # of an attack that does not say
@@ -44,7 +48,7 @@ class Line:
 
 
 def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
-    """A line for every audit and kind of work, then the measures, whose time is not foreseen."""
+    """A line for every audit and kind of work, then for every measure and kind of work."""
     lines = []
     for name, spec in scaled.specs.items():
         cells = {cell for cell in scaled.wanted() if cell.audit == name}
@@ -52,6 +56,10 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
         pairs = {(cell.defense, cell.attack) for cell in cells if cell.figure in ATTACK_METRICS}
         trained = {cell.defense for cell in cells if cell.figure in TRAINING_METRICS}
         about = f"{name}: {spec.model} on {spec.data}"
+        if updates and spec.trained_epochs:  # each defense attacks the model that was trained under it
+            images = len(updates) * spec.trained_epochs * _private(str(spec.data), scaled.scale)
+            cost = _train_seconds(spec.model, _source(spec)) if timed else 0.0
+            lines.append(Line(f"{about}, trainings of the attacked model", len(updates), images, images * cost))
         if updates:
             lines.append(Line(f"{about}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates)))
         if pairs:
@@ -63,8 +71,42 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
             images = how.rounds * how.clients * how.images
             cost = _train_seconds(how.model, _source(spec)) if timed else 0.0
             lines.append(Line(f"{about}, trainings of {how.model}", len(trained), images, len(trained) * images * cost))
-    used = dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure)
-    return lines + [Line(f"{name}: {scaled.measures[name]['kind']}", 1, 0, 0.0) for name in used]
+    for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
+        lines += _of_measure(name, scaled, timed)
+    return lines
+
+
+def _of_measure(name: str, scaled: Scaled, timed: bool) -> list[Line]:
+    given = scaled.measures[name]
+    data = str(given["data"])
+    source = data.partition(":")[0]
+    clocks = {
+        "training": _train_seconds,
+        "obscuring": _train_seconds,
+        "gradients": _gradient_seconds,
+        "attacks": _match_seconds,
+    }
+    found = [
+        Line(
+            f"{name}: {work.model} on {data}, {work.kind}",
+            1,
+            work.count,
+            work.count * clocks[work.kind](work.model, source) if timed else 0.0,
+        )
+        for work in MEASURES[given["kind"]].work(_private(data, scaled.scale), given)
+        if work.count
+    ]
+    return found or [Line(f"{name}: {given['kind']} on {data}", 1, 0, 1.0)]
+
+
+@lru_cache(maxsize=64)
+def _private(data: str, scale: Scale) -> int:
+    """Images of the private part: at scale cpu of the files at hand, otherwise of what the publisher has."""
+    source, _, options = data.partition(":")
+    if scale == "cpu" and KNOWN[source].available():
+        return len(load(data).private)
+    asked = re.search(r"\bprivate=(\d+)", options)
+    return int(asked[1]) if asked else round(TEST_GIVEN[0] * KNOWN[source].images)
 
 
 def _source(spec: AuditSpec) -> str:
@@ -114,6 +156,15 @@ def _match_seconds(model: str, data: str) -> float:
         torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)  # type: ignore[arg-type]
 
     return _seconds(work) / TOGETHER
+
+
+@lru_cache(maxsize=64)
+def _gradient_seconds(model: str, data: str) -> float:
+    """Of the gradient of one image among others."""
+    function, (shape, _) = _function(model, data), _shape(data)
+    state = function.state()
+    x, y = torch.full((TOGETHER, 1, *shape), 0.5), torch.zeros(TOGETHER, 1, dtype=torch.long)
+    return _seconds(lambda: function.gradients(state, x, y)) / TOGETHER
 
 
 @lru_cache(maxsize=64)

@@ -7,11 +7,12 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +46,7 @@ from gradveil.recipes.recipe import (
 
 Json = dict[str, Any]
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 # Between seeds, test accuracies of this size of training differ by about two points (docs/results/utility.md).
 SEED_SPREAD = 2.0
@@ -89,7 +91,7 @@ def run_recipe(
             found |= {cell: _read(case, folder, cell) for cell in cells - empty}
     for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
         say(f"{recipe.name}: {name}")
-        values, seconds = _measured(scaled, name, out)
+        values, seconds = _measured(scaled, name, out, display)
         cost += seconds
         for cell in scaled.wanted():
             if cell.measure == name:
@@ -226,7 +228,62 @@ def _training(case: Case, folder: RunFolder, cell: Cell, content: Json) -> Value
 # -- measures ----------------------------------------------------------------------------------------------------------
 
 
-def _measured(scaled: Scaled, name: str, out: Path) -> tuple[dict[str, Value], float]:
+@dataclass(frozen=True)
+class Piece:
+    """A part of a measure, as displays show it."""
+
+    key: str
+    kind: str = "measure"
+    defense: str = ""
+    attack: str = ""
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class Kept:
+    """The bench of a measure: its pieces and the seconds they took are in a file as soon as each is done."""
+
+    def __init__(self, file: Path, cache: Path, display: Callable[[], Display]):
+        self._file, self.cache, self._display = file, cache, display
+        stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.pieces: Json = stored.get("pieces", {})
+        self.seconds: float = stored.get("seconds", 0.0)
+        self.total = 1  # until it is known
+        self._before: Display | None = None
+
+    def progress(self, what: str, done: int, total: int, /) -> None:
+        piece = Piece(what)
+        if self._before is None:
+            self._before = self._display()
+            self._before.start(1, 0)
+            self._before.begin(piece)
+        self._before.progress(piece, done, total)
+
+    def each(self, pieces: Mapping[str, T], work: Callable[[T], Any], /) -> Json:
+        self.stop()
+        shown, self.total = self._display(), len(pieces)
+        shown.start(self.total, len(self.pieces.keys() & pieces.keys()))
+        try:
+            for key, item in pieces.items():
+                if key not in self.pieces:
+                    shown.begin(Piece(key))
+                    begun = time.perf_counter()
+                    self.pieces[key] = work(item)
+                    took = time.perf_counter() - begun
+                    self.seconds += took
+                    write_json(self._file, {"seconds": self.seconds, "pieces": self.pieces})
+                    shown.end(Piece(key), {"status": "ok", "seconds": took})
+        finally:
+            shown.stop()
+        return {key: self.pieces[key] for key in pieces}
+
+    def stop(self) -> None:
+        if self._before is not None:
+            self._before.stop()
+
+
+def _measured(scaled: Scaled, name: str, out: Path, display: Callable[[], Display]) -> tuple[dict[str, Value], float]:
     """What is not a cell of an audit, stored likewise under a hash of all it rests on."""
     given = dict(scaled.measures[name])
     kind = given.pop("kind")
@@ -234,17 +291,25 @@ def _measured(scaled: Scaled, name: str, out: Path) -> tuple[dict[str, Value], f
     if file.is_file():
         stored = json.loads(file.read_text(encoding="utf-8"))
     else:
-        begun = time.perf_counter()
-        with one_thread():
-            values = MEASURES[kind](**given, cache=out / "cache")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part, begun = file.with_suffix(".part.json"), time.perf_counter()
+        kept = Kept(part, out / "cache", display)
+        earlier = kept.seconds
+        try:
+            with one_thread():
+                values = MEASURES[kind].take(kept, **given)
+        except KeyboardInterrupt:
+            raise Stopped(part.parent, len(kept.pieces), kept.total) from None
+        finally:
+            kept.stop()
         stored = {
             "kind": kind,
             "given": given,
-            "seconds": time.perf_counter() - begun,
+            "seconds": earlier + time.perf_counter() - begun,
             "values": {key: [v.mean, v.std, v.n, list(v.each)] for key, v in values.items()},
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, stored)
+        part.unlink(missing_ok=True)
     return {key: Value(m, s, n, tuple(each)) for key, (m, s, n, each) in stored["values"].items()}, stored["seconds"]
 
 
