@@ -25,15 +25,16 @@ from gradveil.defenses.data.ats_search import NO_POLICY, Scorer, Search, candida
 from gradveil.defenses.data.loda import Loda
 from gradveil.errors import UserError
 from gradveil.gradients import ModelFunction
-from gradveil.metrics import psnr
+from gradveil.metrics import lpips, psnr, ssim
 from gradveil.models import build
 from gradveil.recipes.claims import Value
-from gradveil.types import Batch, LocalTraining, Sighting, Tensors, generator, observe
+from gradveil.types import Batch, LocalTraining, Observation, Sighting, Tensors, generator, observe
 
 Values = dict[str, Value]
 T = TypeVar("T")
 
 RATE, MOMENTUM, DECAY, TRAIN_BATCH = 0.05, 0.9, 5e-4, 50  # of LODA's retraining, the batch for fewer images
+TOGETHER = 20  # policies whose victims are attacked at once
 
 
 class Bench(Protocol):
@@ -91,8 +92,8 @@ class Ground:
         tensors |= {f"fresh.{n}": t for n, t in fresh.items()} | {f"trained.{n}": t for n, t in self.state.items()}
         self.scorer = Scorer(self.module, tensors, self.search)
 
-    def rebuilt(self, policy: Policy, attack: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The images that were fed under a policy, their labels, and what the attack makes of their gradients."""
+    def observed(self, policy: Policy) -> tuple[Batch, list[Observation]]:
+        """The victims as they were fed under a policy, and what a server sees of each."""
         data, how = self.data, defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else "none")
         client = Client(
             self.function,
@@ -120,9 +121,15 @@ class Ground:
             )
             for update, trace in sent
         ]
-        found = attacks.parse(attack)(seen, seed=self.seed)
-        fed = torch.cat([trace.fed.x for _, trace in sent]), torch.cat([trace.fed.y for _, trace in sent])
-        return *fed, torch.cat([answer.images for answer in found])
+        fed = [trace.fed for _, trace in sent]
+        return Batch(torch.cat([b.x for b in fed]), torch.cat([b.y for b in fed])), seen
+
+    def rebuilt(self, policies: Sequence[Policy], attack: str) -> list[tuple[Batch, Tensor]]:
+        """For every policy the victims as they were fed, and what the attack, on all of them at once, makes of them."""
+        fed, seen = zip(*map(self.observed, policies), strict=True)
+        found = attacks.parse(attack)([one for some in seen for one in some], seed=self.seed)
+        images = torch.cat([answer.images for answer in found])
+        return list(zip(fed, images.split([len(batch) for batch in fed]), strict=True))
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensors:
         data = self.data
@@ -160,25 +167,32 @@ def function_scores(bench: Bench, **ground: Any) -> Values:
 
 
 def score_correlation(bench: Bench, policies: int, attack: str, **ground: Any) -> Values:
-    """ATS Figure 2: does the score say what an attack gets? PSNR is against the transformed images."""
+    """ATS Figure 2: does the score say what an attack gets? Pictures are compared with the transformed images."""
     place = Ground(bench, **ground)
 
-    def both(policy: Policy) -> list[float]:
-        fed, _, found = place.rebuilt(policy, attack)
-        return [place.scorer.privacy(policy), float(psnr(fed, found).mean())]
+    def figures(group: Sequence[Policy]) -> list[dict[str, float]]:
+        """Of each policy the score and how good the attack's pictures are; more is better."""
+        found = []
+        for policy, (fed, images) in zip(group, place.rebuilt(group, attack), strict=True):
+            seen = {"PSNR": psnr(fed.x, images), "SSIM": ssim(fed.x, images)}
+            if (apart := lpips(fed.x, images)) is not None:
+                seen["1 - LPIPS"] = 1 - apart
+            quality = {name: float(value.mean()) for name, value in seen.items()}
+            found.append({"score": place.scorer.privacy(policy), **quality})
+        return found
 
-    drawn = candidates(Search(candidates=policies, seed=place.seed))
-    scores, levels = zip(*bench.each({write_policy((p,)): p for p in drawn}, both).values(), strict=True)
-    # Fisher's transform gives the correlation's own standard error.
-    straight, ranked = float(pearsonr(scores, levels).statistic), float(spearmanr(scores, levels).statistic)
-    error = (1 - straight**2) / max(policies - 3, 1) ** 0.5
-    return {
-        "pearson": Value(straight, error),
-        "spearman": Value(ranked, error),
-        "policies": Value(policies),
-        "psnr": Value.of(levels),
-        "score": Value.of(scores),
-    }
+    drawn = list(candidates(Search(candidates=policies, seed=place.seed)))
+    groups = {f"policies from {i + 1}": drawn[i : i + TOGETHER] for i in range(0, len(drawn), TOGETHER)}
+    rows = [row for some in bench.each(groups, figures).values() for row in some]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    scores = columns.pop("score")
+    values: Values = {"policies": Value(policies), "score": Value.of(scores), "none": Value(0.0)}
+    for name, levels in columns.items():
+        straight, ranked = float(pearsonr(scores, levels).statistic), float(spearmanr(scores, levels).statistic)
+        error = (1 - straight**2) / max(policies - 3, 1) ** 0.5  # by Fisher's transform
+        values |= {f"{name} pearson": Value(straight, error), f"{name} spearman": Value(ranked, error)}
+        values[name] = Value.of(levels)
+    return values
 
 
 def layer_similarity(
@@ -194,8 +208,8 @@ def layer_similarity(
 
     def alike(piece: tuple[str, str, int]) -> dict[str, list[float]]:
         label, text, number = piece
-        x, y, rebuilt = place.rebuilt(_policy(text), attack.format(steps=number))
-        true, ours = place.gradients(x, y), place.gradients(rebuilt, y)
+        ((fed, rebuilt),) = place.rebuilt([_policy(text)], attack.format(steps=number))
+        true, ours = place.gradients(fed.x, fed.y), place.gradients(rebuilt, fed.y)
         return {
             f"{label} {layer} {number}": F.cosine_similarity(
                 true[name].flatten(1), ours[name].flatten(1), eps=1e-12

@@ -35,13 +35,14 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
         lines = [f"# {TITLES[paper]}", "", *_head(paper)]
         for recipe in mine:
             lines += ["", *section(recipe, found.get(recipe.name))]
-            picture = results / f"{recipe.name}.png"
-            if recipe.name in found and picture.is_file():
-                name = f"{recipe.name.replace('/', '-')}.png"
-                (docs / "images").mkdir(exist_ok=True)
-                shutil.copyfile(picture, docs / "images" / name)
-                rows = "; ".join(found[recipe.name].get("pictures", ()))
-                lines += ["", f"![{recipe.title}](images/{name})", "", f"From above: {rows}."]
+            for picture in (results / f"{recipe.name}{kind}" for kind in (".png", ".svg")):
+                if recipe.name in found and picture.is_file():
+                    name = f"{recipe.name.replace('/', '-')}{picture.suffix}"
+                    (docs / "images").mkdir(exist_ok=True)
+                    shutil.copyfile(picture, docs / "images" / name)
+                    lines += ["", f"![{recipe.title}](images/{name})"]
+            if rows := found.get(recipe.name, {}).get("pictures"):
+                lines += ["", f"From above: {'; '.join(rows)}."]
         written.append(docs / f"{paper}.md")
         write_text(written[-1], "\n".join(lines) + "\n")
     written.append(docs / "index.md")

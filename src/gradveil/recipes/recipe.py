@@ -69,6 +69,15 @@ class Picture:
     shows: Literal["original", "fed", "reconstruction"]
 
 
+class Scatter(BaseModel):
+    """A chart: two rows of the table against each other, a panel for every column."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    across: str
+    up: str
+
+
 class Recipe(BaseModel):
     """As a YAML file says it."""
 
@@ -87,6 +96,7 @@ class Recipe(BaseModel):
     source: str = ""  # what the paper prints, where it prints no table of these rows and columns
     claims: tuple[Claim, ...] = ()
     pictures: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    scatter: Scatter | None = None
     reduced: str = ""  # beside what the two scales show by themselves
     comment: str = ""  # why ours differs, where it does
 
@@ -110,6 +120,10 @@ class Recipe(BaseModel):
                     raise ValueError(f"published row {row} has {len(values)} values for {len(self.columns)} columns")
         elif not self.source:
             raise ValueError("there is neither a published table nor a word on what the paper prints")
+        if self.scatter:
+            for row in (self.scatter.across, self.scatter.up):
+                if row not in self.rows:
+                    raise ValueError(f"the scatter names the row {row}, which the table has not")
         places = {(row, column) for row in self.rows for column in self.columns}
         for claim in self.claims:
             for place in claim.places(self.rows, self.columns):

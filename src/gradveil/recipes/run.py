@@ -29,7 +29,7 @@ from gradveil.audit.workers import run_here, run_in_workers
 from gradveil.errors import UserError
 from gradveil.files import write_json
 from gradveil.metrics import RECOGNISABLE
-from gradveil.recipes import pictures
+from gradveil.recipes import charts, pictures
 from gradveil.recipes.claims import Place, Value
 from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.recipe import (
@@ -103,6 +103,13 @@ def run_recipe(
         tensors = [folders[p.cell.audit][1].tensors(key_of(folders[p.cell.audit][0], p.cell)) for p in scaled.pictures]
         pictures.write(file.with_suffix(".png"), [t[p.shows] for t, p in zip(tensors, scaled.pictures, strict=True)])
         result["pictures"] = [p.label for p in scaled.pictures]
+    if recipe.scatter:
+        panels = {
+            column: (found[scaled.cells[recipe.scatter.across, column]], found[scaled.cells[recipe.scatter.up, column]])
+            for column in recipe.columns
+        }
+        shown = {name: pair for name, pair in panels.items() if all(isinstance(value, Value) for value in pair)}
+        charts.write(file.with_suffix(".svg"), shown, recipe.scatter.across)  # type: ignore[arg-type]
     write_json(file, result)
     say(f"{recipe.name}: done in {time.perf_counter() - begun:.0f} s")
     return result
