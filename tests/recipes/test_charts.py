@@ -11,6 +11,7 @@ from gradveil.errors import UserError
 from gradveil.recipes import charts
 from gradveil.recipes.claims import Value
 from gradveil.recipes.recipe import load
+from gradveil.recipes.run import run_recipe
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -40,3 +41,15 @@ def test_a_scatter_of_a_row_that_is_not_there_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match="the scatter names the row all"):
         load(str(file))
+
+
+def test_a_recipe_draws_its_scatter(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "title: Mine\naudits: {a: {data: mnist-5k, victims: 3}}\ncell: {audit: a, attack: 'ig:steps=2', defense: none}\n"
+        "rows: {MSE: {metric: mse}, PSNR: {metric: psnr}}\ncolumns: {victims: {}}\nsource: nothing.\n"
+        "scatter: {across: MSE, up: PSNR}\n"
+    )
+    run_recipe(load(str(file)), "cpu", tmp_path / "out")
+    (chart,) = (tmp_path / "out" / "results").rglob("*.svg")
+    assert len(list(ET.parse(chart).getroot().iter(f"{SVG}circle"))) == 3

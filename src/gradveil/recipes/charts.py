@@ -44,8 +44,8 @@ def _panel(left: float, up: str, xs: tuple[float, ...], ys: tuple[float, ...], a
         f'<circle cx="{x(a)}" cy="{y(b)}" r="2.5" fill="{DOT}" fill-opacity="0.6"/>'
         for a, b in zip(xs, ys, strict=True)
     ]
-    slope, at_zero = linear_regression(xs, ys)
-    ends = [(value, at_zero + slope * value) for value in (min(xs), max(xs))]
-    (x1, y1), (x2, y2) = [(x(a), y(b)) for a, b in ends]
-    parts.append(f'<path d="M{x1} {y1}L{x2} {y2}" stroke="{INK}" stroke-width="1.2" stroke-dasharray="4 3"/>')
+    if len(set(xs)) > 1:
+        slope, at_zero = linear_regression(xs, ys)
+        (x1, y1), (x2, y2) = [(x(value), y(at_zero + slope * value)) for value in (min(xs), max(xs))]
+        parts.append(f'<path d="M{x1} {y1}L{x2} {y2}" stroke="{INK}" stroke-width="1.2" stroke-dasharray="4 3"/>')
     return "\n".join(parts)

@@ -104,15 +104,21 @@ def run_recipe(
         pictures.write(file.with_suffix(".png"), [t[p.shows] for t, p in zip(tensors, scaled.pictures, strict=True)])
         result["pictures"] = [p.label for p in scaled.pictures]
     if recipe.scatter:
-        panels = {
-            column: (found[scaled.cells[recipe.scatter.across, column]], found[scaled.cells[recipe.scatter.up, column]])
-            for column in recipe.columns
-        }
-        shown = {name: pair for name, pair in panels.items() if all(isinstance(value, Value) for value in pair)}
-        charts.write(file.with_suffix(".svg"), shown, recipe.scatter.across)  # type: ignore[arg-type]
+        charts.write(file.with_suffix(".svg"), _panels(scaled, found), recipe.scatter.across)
     write_json(file, result)
     say(f"{recipe.name}: done in {time.perf_counter() - begun:.0f} s")
     return result
+
+
+def _panels(scaled: Scaled, found: dict[Cell, Value | str]) -> dict[str, tuple[Value, Value]]:
+    """For every column the two rows of the scatter, where both have single numbers."""
+    scatter, panels = scaled.recipe.scatter, {}
+    assert scatter is not None
+    for column in scaled.recipe.columns:
+        x, y = (found[scaled.cells[row, column]] for row in (scatter.across, scatter.up))
+        if isinstance(x, Value) and isinstance(y, Value) and len(x.each) == len(y.each) > 1:
+            panels[column] = x, y
+    return panels
 
 
 # -- audits ------------------------------------------------------------------------------------------------------------
