@@ -1,55 +1,97 @@
-"""The chart of two rows: every point where it belongs, and a slip in the recipe told."""
+"""Charts of tables: every point where it belongs, and a slip in the recipe told."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradveil.errors import UserError
-from gradveil.recipes import charts
-from gradveil.recipes.claims import Value
+from gradveil.recipes.charts import chart
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_points_stand_in_their_order_and_on_the_line_they_lie_on(tmp_path: Path) -> None:
-    x = (0.0, 1.0, 2.0, 4.0)
-    panels = {"a < b": (Value.of(x), Value.of(10 - 2 * v for v in x)), "up": (Value.of(x), Value.of(x))}
-    charts.write(tmp_path / "chart.svg", panels, "x & y")
-    root = ET.parse(tmp_path / "chart.svg").getroot()
-    places = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
-    falling, rising = places[:4], places[4:]
-    assert len(places) == 8 and [p[0] for p in falling] == sorted(p[0] for p in falling)
+RECIPE = """
+title: Mine
+audits: {a: {data: mnist-5k, victims: 3}}
+cell: {audit: a, attack: 'ig:steps=2', defense: none}
+rows: {MSE: {metric: mse}, PSNR: {metric: psnr}}
+columns: {victims: {}, 'a < b': {}}
+source: nothing.
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def drawn(file: Path, more: str, result: dict[str, Any]) -> ET.Element:
+    file.write_text(RECIPE + more)
+    text = chart(load(str(file)), result)
+    assert text is not None
+    return ET.fromstring(text)
+
+
+def places(root: ET.Element) -> list[tuple[float, float]]:
+    return [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
+
+
+def test_points_stand_in_their_order_and_on_the_line_they_lie_on(recipe: Path) -> None:
+    x = [0.0, 1.0, 2.0, 4.0]
+    points = {"a < b": [x, [10 - 2 * v for v in x]], "up": [x, x]}
+    root = drawn(recipe, "scatter: {across: MSE, up: PSNR}", {"scatter": points})
+    falling, rising = places(root)[:4], places(root)[4:]
+    assert len(rising) == 4 and [p[0] for p in falling] == sorted(p[0] for p in falling)
     assert [p[1] for p in falling] == sorted(p[1] for p in falling)  # downwards on the page is down
     assert [p[1] for p in rising] == sorted((p[1] for p in rising), reverse=True)
     lines = [p.attrib["d"] for p in root.iter(f"{SVG}path") if "stroke-dasharray" in p.attrib]
     (x1, y1), (x2, y2) = falling[0], falling[-1]
     assert lines[0] == f"M{x1} {y1}L{x2} {y2}"
     words = [t.text for t in root.iter(f"{SVG}text")]
-    assert "a < b" in words and words.count("x & y") == 2
+    assert "a < b" in words and words.count("MSE") == 2
 
 
-def test_a_scatter_of_a_row_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "title: Mine\naudits: {a: {data: mnist-5k}}\ncell: {audit: a, attack: ig}\nrows: {none: {defense: none}}\n"
-        "columns: {PSNR: {metric: psnr}}\nsource: nothing.\nscatter: {across: none, up: all}\n"
-    )
-    with pytest.raises(UserError, match="the scatter names the row all"):
-        load(str(file))
+def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(recipe: Path) -> None:
+    rows = {
+        "MSE": {"victims": [1.0, 0.1, 3], "a < b": [3.0, 0.1, 3]},
+        "PSNR": {"victims": [2.0, 0, 1], "a < b": "not run"},
+    }
+    root = drawn(recipe, "lines: [victims, a < b]", {"rows": rows})
+    (left, low), (right, high) = places(root)
+    assert left < right and low > high
+    words = [t.text for t in root.iter(f"{SVG}text")]
+    assert "MSE" in words and "PSNR" not in words and "a < b" in words
 
 
-def test_a_recipe_draws_its_scatter(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "title: Mine\naudits: {a: {data: mnist-5k, victims: 3}}\ncell: {audit: a, attack: 'ig:steps=2', defense: none}\n"
-        "rows: {MSE: {metric: mse}, PSNR: {metric: psnr}}\ncolumns: {victims: {}}\nsource: nothing.\n"
-        "scatter: {across: MSE, up: PSNR}\n"
-    )
-    run_recipe(load(str(file)), "cpu", tmp_path / "out")
-    (chart,) = (tmp_path / "out" / "results").rglob("*.svg")
-    assert len(list(ET.parse(chart).getroot().iter(f"{SVG}circle"))) == 3
+def test_a_result_without_single_numbers_has_no_scatter(recipe: Path) -> None:
+    recipe.write_text(RECIPE + "scatter: {across: MSE, up: PSNR}")
+    assert chart(load(str(recipe)), {"rows": {}, "scatter": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("scatter: {across: MSE, up: all}", "the scatter names the row all"),
+        ("lines: [victims, all]", "the lines name the column all"),
+    ],
+)
+def test_a_chart_of_what_is_not_in_the_table_is_refused(recipe: Path, more: str, told: str) -> None:
+    recipe.write_text(RECIPE + more)
+    with pytest.raises(UserError, match=told):
+        load(str(recipe))
+
+
+def test_a_recipe_draws_its_scatter(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(RECIPE + "scatter: {across: MSE, up: PSNR}")
+    result = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+    (file,) = (tmp_path / "out" / "results").rglob("*.svg")
+    assert len(places(ET.parse(file).getroot())) == 6
+    assert [len(numbers) for numbers in result["scatter"]["victims"]] == [3, 3]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.files import write_text
+from gradveil.recipes.charts import chart
 from gradveil.recipes.recipe import PAPERS, Recipe, all_names, load
 from gradveil.report.words import seconds_text
 
@@ -35,19 +36,28 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
         lines = [f"# {TITLES[paper]}", "", *_head(paper)]
         for recipe in mine:
             lines += ["", *section(recipe, found.get(recipe.name))]
-            for picture in (results / f"{recipe.name}{kind}" for kind in (".png", ".svg")):
-                if recipe.name in found and picture.is_file():
-                    name = f"{recipe.name.replace('/', '-')}{picture.suffix}"
-                    (docs / "images").mkdir(exist_ok=True)
-                    shutil.copyfile(picture, docs / "images" / name)
-                    lines += ["", f"![{recipe.title}](images/{name})"]
-            if rows := found.get(recipe.name, {}).get("pictures"):
-                lines += ["", f"From above: {'; '.join(rows)}."]
+            if recipe.name in found:
+                lines += _drawn(recipe, found[recipe.name], results, docs / "images")
         written.append(docs / f"{paper}.md")
         write_text(written[-1], "\n".join(lines) + "\n")
     written.append(docs / "index.md")
     write_text(written[-1], "\n".join(_index(found)) + "\n")
     return written
+
+
+def _drawn(recipe: Recipe, result: Json, results: Path, images: Path) -> list[str]:
+    """The recipe's pictures and its chart, where it has any."""
+    name = recipe.name.replace("/", "-")
+    images.mkdir(exist_ok=True)
+    lines: list[str] = []
+    if (picture := results / f"{recipe.name}.png").is_file():
+        shutil.copyfile(picture, images / f"{name}.png")
+        rows = "; ".join(result.get("pictures", ()))
+        lines += ["", f"![{recipe.title}](images/{name}.png)", "", f"From above: {rows}."]
+    if drawn := chart(recipe, result):
+        write_text(images / f"{name}.svg", drawn)
+        lines += ["", f"![{recipe.title}](images/{name}.svg)"]
+    return lines
 
 
 def _head(paper: str) -> list[str]:

@@ -97,6 +97,7 @@ class Recipe(BaseModel):
     claims: tuple[Claim, ...] = ()
     pictures: dict[str, dict[str, Any]] = Field(default_factory=dict)
     scatter: Scatter | None = None
+    lines: tuple[str, ...] = ()  # columns that every row is drawn across as a line
     reduced: str = ""  # beside what the two scales show by themselves
     comment: str = ""  # why ours differs, where it does
 
@@ -124,6 +125,9 @@ class Recipe(BaseModel):
             for row in (self.scatter.across, self.scatter.up):
                 if row not in self.rows:
                     raise ValueError(f"the scatter names the row {row}, which the table has not")
+        for column in self.lines:
+            if column not in self.columns:
+                raise ValueError(f"the lines name the column {column}, which the table has not")
         places = {(row, column) for row in self.rows for column in self.columns}
         for claim in self.claims:
             for place in claim.places(self.rows, self.columns):

@@ -27,9 +27,10 @@ from gradveil.audit.run import Stopped
 from gradveil.audit.store import RunFolder
 from gradveil.audit.workers import run_here, run_in_workers
 from gradveil.errors import UserError
-from gradveil.files import write_json
+from gradveil.files import write_json, write_text
 from gradveil.metrics import RECOGNISABLE
-from gradveil.recipes import charts, pictures
+from gradveil.recipes import pictures
+from gradveil.recipes.charts import chart
 from gradveil.recipes.claims import Place, Value
 from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.recipe import (
@@ -104,21 +105,23 @@ def run_recipe(
         pictures.write(file.with_suffix(".png"), [t[p.shows] for t, p in zip(tensors, scaled.pictures, strict=True)])
         result["pictures"] = [p.label for p in scaled.pictures]
     if recipe.scatter:
-        charts.write(file.with_suffix(".svg"), _panels(scaled, found), recipe.scatter.across)
+        result["scatter"] = _points(scaled, found)
+    if drawn := chart(recipe, result):
+        write_text(file.with_suffix(".svg"), drawn)
     write_json(file, result)
     say(f"{recipe.name}: done in {time.perf_counter() - begun:.0f} s")
     return result
 
 
-def _panels(scaled: Scaled, found: dict[Cell, Value | str]) -> dict[str, tuple[Value, Value]]:
-    """For every column the two rows of the scatter, where both have single numbers."""
-    scatter, panels = scaled.recipe.scatter, {}
+def _points(scaled: Scaled, found: dict[Cell, Value | str]) -> dict[str, list[list[float]]]:
+    """For every column the single numbers of the two rows of the scatter, where both have them."""
+    scatter, points = scaled.recipe.scatter, {}
     assert scatter is not None
     for column in scaled.recipe.columns:
         x, y = (found[scaled.cells[row, column]] for row in (scatter.across, scatter.up))
         if isinstance(x, Value) and isinstance(y, Value) and len(x.each) == len(y.each) > 1:
-            panels[column] = x, y
-    return panels
+            points[column] = [[round(number, 6) for number in value.each] for value in (x, y)]
+    return points
 
 
 # -- audits ------------------------------------------------------------------------------------------------------------
