@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,11 @@ source: nothing.
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "mine.yaml"
-    file.write_text(RECIPE)
-    return file
+Written = Callable[[str], str]
 
 
-def drawn(file: Path, more: str, result: dict[str, Any]) -> ET.Element:
-    file.write_text(RECIPE + more)
-    text = chart(load(str(file)), result)
+def drawn(name: str, result: dict[str, Any]) -> ET.Element:
+    text = chart(load(name), result)
     assert text is not None
     return ET.fromstring(text)
 
@@ -44,10 +40,10 @@ def places(root: ET.Element) -> list[tuple[float, float]]:
     return [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
 
 
-def test_points_stand_in_their_order_and_on_the_line_they_lie_on(recipe: Path) -> None:
+def test_points_stand_in_their_order_and_on_the_line_they_lie_on(written: Written) -> None:
     x = [0.0, 1.0, 2.0, 4.0]
     points = {"a < b": [x, [10 - 2 * v for v in x]], "up": [x, x]}
-    root = drawn(recipe, "scatter: {across: MSE, up: PSNR}", {"scatter": points})
+    root = drawn(written(RECIPE + "scatter: {across: MSE, up: PSNR}"), {"scatter": points})
     falling, rising = places(root)[:4], places(root)[4:]
     assert len(rising) == 4 and [p[0] for p in falling] == sorted(p[0] for p in falling)
     assert [p[1] for p in falling] == sorted(p[1] for p in falling)  # downwards on the page is down
@@ -59,21 +55,21 @@ def test_points_stand_in_their_order_and_on_the_line_they_lie_on(recipe: Path) -
     assert "a < b" in words and words.count("MSE") == 2
 
 
-def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(recipe: Path) -> None:
+def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(written: Written) -> None:
     rows = {
         "MSE": {"victims": [1.0, 0.1, 3], "a < b": [3.0, 0.1, 3]},
         "PSNR": {"victims": [2.0, 0, 1], "a < b": "not run"},
     }
-    root = drawn(recipe, "lines: [victims, a < b]", {"rows": rows})
+    root = drawn(written(RECIPE + "lines: [victims, a < b]"), {"rows": rows})
     (left, low), (right, high) = places(root)
     assert left < right and low > high
     words = [t.text for t in root.iter(f"{SVG}text")]
     assert "MSE" in words and "PSNR" not in words and "a < b" in words
 
 
-def test_a_result_without_single_numbers_has_no_scatter(recipe: Path) -> None:
-    recipe.write_text(RECIPE + "scatter: {across: MSE, up: PSNR}")
-    assert chart(load(str(recipe)), {"rows": {}, "scatter": {}}) is None
+def test_a_result_without_single_numbers_has_no_scatter(written: Written) -> None:
+    name = written(RECIPE + "scatter: {across: MSE, up: PSNR}")
+    assert chart(load(name), {"rows": {}, "scatter": {}}) is None
 
 
 @pytest.mark.parametrize(
@@ -83,15 +79,15 @@ def test_a_result_without_single_numbers_has_no_scatter(recipe: Path) -> None:
         ("lines: [victims, all]", "the lines name the column all"),
     ],
 )
-def test_a_chart_of_what_is_not_in_the_table_is_refused(recipe: Path, more: str, told: str) -> None:
-    recipe.write_text(RECIPE + more)
+def test_a_chart_of_what_is_not_in_the_table_is_refused(written: Written, more: str, told: str) -> None:
+    name = written(RECIPE + more)
     with pytest.raises(UserError, match=told):
-        load(str(recipe))
+        load(name)
 
 
-def test_a_recipe_draws_its_scatter(recipe: Path, tmp_path: Path) -> None:
-    recipe.write_text(RECIPE + "scatter: {across: MSE, up: PSNR}")
-    result = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+def test_a_recipe_draws_its_scatter(written: Written, tmp_path: Path) -> None:
+    name = written(RECIPE + "scatter: {across: MSE, up: PSNR}")
+    result = run_recipe(load(name), "cpu", tmp_path / "out")
     (file,) = (tmp_path / "out" / "results").rglob("*.svg")
     assert len(places(ET.parse(file).getroot())) == 6
     assert [len(numbers) for numbers in result["scatter"]["victims"]] == [3, 3]

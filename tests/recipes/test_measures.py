@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from gradveil.audit.progress import Lines
 from gradveil.audit.run import Stopped
-from gradveil.recipes import measures
+from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe
@@ -28,17 +30,14 @@ source: nothing.
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "mine.yaml"
-    file.write_text(RECIPE)
-    return file
-
-
 def test_a_stopped_measure_goes_on_with_its_next_piece(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    written: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = run_recipe(load(str(recipe)), "cpu", tmp_path / "whole")["rows"]
+    recipe = load(written(RECIPE))
+    whole = run_recipe(recipe, "cpu", tmp_path / "whole")["rows"]
     real, asked = measures.Scorer.similarity, []
 
     def stopped(scorer: measures.Scorer, policy: Any) -> Any:
@@ -49,12 +48,12 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
 
     monkeypatch.setattr(measures.Scorer, "similarity", stopped)
     with pytest.raises(Stopped, match="1 of 2 cells are done"):
-        run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
+        run_recipe(recipe, "cpu", tmp_path / "out")
     (part,) = (tmp_path / "out" / "measures").iterdir()
     assert list(json.loads(part.read_text())["pieces"]) == ["none"]
 
     shown = Console(width=200)
-    again = run_recipe(load(str(recipe)), "cpu", tmp_path / "out", display=lambda: Lines(shown))
+    again = run_recipe(recipe, "cpu", tmp_path / "out", display=lambda: Lines(shown))
     assert asked == [(), (3, 1, 7), (3, 1, 7)]
     assert again["rows"] == whole
     assert not list((tmp_path / "out" / "measures").glob("*.part.json"))
@@ -74,3 +73,19 @@ def test_a_plan_counts_the_trainings_of_attacked_models() -> None:
     lines = make_plan(load("ats/table2").at("paper"), timed=False)
     (trainings,) = [line for line in lines if "trainings of the attacked model" in line.what]
     assert (trainings.cells, trainings.iterations) == (2, 2 * 200 * 30_000)
+
+
+def test_a_plan_takes_data_of_ones_own_and_an_attack_that_does_not_say_its_steps(
+    written: Callable[[str], str], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).random((30, 12, 12), np.float32)
+    np.savez(tmp_path / "own.npz", images=images, labels=np.arange(30) % 3)
+    text = RECIPE.replace("gradient_similarity", "score_correlation").replace("mnist-5k", str(tmp_path / "own.npz"))
+    text = text.replace("{none: none, searched: 3-1-7}, points: 2", "2, attack: 'ig:paper=ats', victims: 3")
+    lines = make_plan(load(written(text)).at("cpu"), timed=False)
+    assert [line.iterations for line in lines] == [2 * 2 * 21, 2 * 3 * 4800]
+
+
+def test_a_plan_knows_the_size_that_is_asked_for() -> None:
+    assert plan._facts("tinyimagenet:size=224", "paper").shape == (3, 224, 224)
+    assert plan._facts("celeba:public=cifar10", "paper").private == 162_770  # nothing of it need be public

@@ -59,9 +59,9 @@ def split(
     if test is not None:  # a publisher's test part stays as it is; copies of its images leave the rest
         train = without(train, set(keys(test)))
 
-    sizes = _sizes(len(train), options, test_given=test is not None, name=name)
-    order = spread(train.y, random)[: sum(sizes)]
-    part = np.repeat(np.arange(3), sizes)  # of the image at each place in `order`
+    counts = sizes(len(train), options, test_given=test is not None, name=name)
+    order = spread(train.y, random)[: sum(counts)]
+    part = np.repeat(np.arange(3), counts)  # of the image at each place in `order`
     key, copies = keys(train), defaultdict(list)
     for place, image in enumerate(order):
         copies[key[image]].append(place)
@@ -83,7 +83,7 @@ def split(
     return private, public, test
 
 
-def _sizes(n: int, options: Options, *, test_given: bool, name: str) -> tuple[int, int, int]:
+def sizes(n: int, options: Options, *, test_given: bool, name: str) -> tuple[int, int, int]:
     """How many of `n` images become private, public and test. With nobody else to have them, the rest stays unused."""
     private, public, test = TEST_GIVEN if test_given else TEST_DRAWN
     if options.public:  # it comes from elsewhere, so its share is private too

@@ -51,11 +51,12 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What a measure will take, for a plan: images to learn from, gradients of single ones, iterations of attacks."""
+    """What a measure will take, for a plan: so many images to learn from, to take the gradient of, or to attack."""
 
     kind: Literal["training", "obscuring", "gradients", "attacks"]
     model: str
-    count: int
+    images: int
+    attack: str = ""
 
 
 # -- ATS: gradients on the way from noise to an image --------------------------------------------------------------------
@@ -321,24 +322,16 @@ class Measure:
     work: Callable[[int, Mapping[str, Any]], list[Work]]
 
 
-def _on_ground(private: int, given: Mapping[str, Any], *, scored: int, attacked: int = 0) -> list[Work]:
-    """The half-trained model, so many policies scored, so many iterations on every victim."""
-    model, points = given["model"], Search().points
+def _on_ground(private: int, given: Mapping[str, Any], *, scored: int, attacks: Sequence[str] = ()) -> list[Work]:
+    """The half-trained model, so many policies scored, and these attacks on the victims, each under every policy."""
+    model = given["model"]
     learnt = round(given.get("share", 0.1) * private) * given["epochs"]
+    policies = given["policies"] if isinstance(given.get("policies"), int) else len(given.get("policies", ()))
     return [
         Work("training", model, learnt),
-        Work("gradients", model, scored * given.get("images", 0) * points),
-        Work("attacks", model, attacked * given.get("victims", 0)),
+        Work("gradients", model, scored * given.get("images", 0) * Search().points),
+        *(Work("attacks", model, policies * given["victims"], attack) for attack in attacks),
     ]
-
-
-def _of_correlation(private: int, given: Mapping[str, Any]) -> list[Work]:
-    steps = attacks.parse(given["attack"]).steps  # type: ignore[attr-defined]
-    return _on_ground(private, given, scored=given["policies"], attacked=given["policies"] * steps)
-
-
-def _of_layers(private: int, given: Mapping[str, Any]) -> list[Work]:
-    return _on_ground(private, given, scored=0, attacked=len(given["policies"]) * sum(given["steps"]))
 
 
 def _of_obscuring(private: int, given: Mapping[str, Any]) -> list[Work]:
@@ -353,8 +346,13 @@ def _of_obscuring(private: int, given: Mapping[str, Any]) -> list[Work]:
 MEASURES = {
     "gradient_similarity": Measure(gradient_similarity, lambda n, g: _on_ground(n, g, scored=len(g["policies"]))),
     "function_scores": Measure(function_scores, lambda n, g: _on_ground(n, g, scored=51)),
-    "score_correlation": Measure(score_correlation, _of_correlation),
-    "layer_similarity": Measure(layer_similarity, _of_layers),
+    "score_correlation": Measure(
+        score_correlation, lambda n, g: _on_ground(n, g, scored=g["policies"], attacks=[g["attack"]])
+    ),
+    "layer_similarity": Measure(
+        layer_similarity,
+        lambda n, g: _on_ground(n, g, scored=0, attacks=[g["attack"].format(steps=steps) for steps in g["steps"]]),
+    ),
     "obscured_accuracy": Measure(obscured_accuracy, _of_obscuring),
     "perturbations": Measure(perturbations, lambda n, g: []),
 }
