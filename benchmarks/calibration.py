@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.types import Batch, Tensors
 
 
 class Noise(Defense):

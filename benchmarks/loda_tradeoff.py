@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from gradveil import __version__
+from gradveil.core.types import Batch, generator
 from gradveil.data import load
-from gradveil.defenses.data.loda import Loda
+from gradveil.defenses.data.loda.defense import Loda
 from gradveil.defenses.registry import parse
-from gradveil.files import write_json
 from gradveil.metrics import identify, psnr, ssim
 from gradveil.recipes.measures import accuracy
-from gradveil.types import Batch, generator
+from gradveil.storage.files import write_json
 
 
 def likeness(original: Batch, shown: Tensor, pool: Batch) -> dict[str, float]:

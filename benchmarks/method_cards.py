@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from gradveil import data as data_sets
 from gradveil import models
 from gradveil.client import Client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import LocalTraining
 from gradveil.defenses import Defense, parse, registry
-from gradveil.gradients import ModelFunction
-from gradveil.types import LocalTraining
 
 IMAGES = 6
 PUBLISHED = {

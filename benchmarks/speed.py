@@ -41,13 +41,13 @@ from gradveil.attacks.matching.distances import RelativeL2
 from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.registry import parse
 from gradveil.client import Client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Observation, Reconstruction, Sighting, observe
 from gradveil.data import DataSet, load
 from gradveil.defenses.registry import parse as parse_defense
-from gradveil.files import write_text
-from gradveil.gradients import ModelFunction
 from gradveil.metrics import psnr
 from gradveil.models import build
-from gradveil.types import Batch, LocalTraining, Observation, Reconstruction, Sighting, observe
+from gradveil.storage.files import write_text
 
 HERE = Path(__file__).parent
 PEER = "breaching==0.1.2"

@@ -81,10 +81,10 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
     """CPU seconds in which a client makes one update of 64 images, the least of three, or of one where it is slow."""
     from gradveil.client import Client
+    from gradveil.core.gradients import ModelFunction
+    from gradveil.core.types import LocalTraining
     from gradveil.defenses import parse
-    from gradveil.files import write_json
-    from gradveil.gradients import ModelFunction
-    from gradveil.types import LocalTraining
+    from gradveil.storage.files import write_json
 
     name = "-".join(str(job[k]).replace(":", "_") for k in ("data", "model", "defense"))
     kept = Path(job["work"]) / f"{name}-step.json"

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from gradveil import attacks, metrics, models
 from gradveil.client import Client
-from gradveil.data import DataSet, load
-from gradveil.defenses import parse
-from gradveil.gradients import ModelFunction
-from gradveil.types import (
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import (
     Batch,
     Level,
     LocalTraining,
@@ -27,6 +25,8 @@ from gradveil.types import (
     generator,
     observe,
 )
+from gradveil.data import DataSet, load
+from gradveil.defenses import parse
 
 torch.set_num_threads(1)
 # No deadline: on a busy machine one example may take any time.

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Tensors, generator
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import Chain, Defense, Setup, Step
-from gradveil.gradients import ModelFunction
 from gradveil.models import build
-from gradveil.types import Batch, LocalTraining, Tensors, generator
 
 BATCH = torch.tensor([3, 10, 20, 33, 47])
 

@@ -34,7 +34,7 @@ from record import record
 
 import gradveil as gv
 from gradveil.cli import one_line
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 
 SECONDS = 60  # until an input counts as a hang
 READERS: dict[str, Callable[[Random, Path], Job]] = {

@@ -223,7 +223,7 @@ def attacked(rng: Random, folder: Path) -> Job:
     given: dict[str, Any] = {"labels": y.tolist()} if rng.random() < 0.3 else {}
 
     def job() -> object:
-        found = gv.attack(file, module, SHAPE, chosen, batch_size=size, budget="quick", **given)
+        found = gv.attack_update(file, module, SHAPE, chosen, batch_size=size, budget="quick", **given)
         problems = list(found.not_applicable.values())
         assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"
         return found.save(folder / "out")

@@ -12,8 +12,8 @@ import yaml
 from damage import HUGE, TEXTS, Job, Random, damaged, text, value
 
 from gradveil import attacks, defenses, models
-from gradveil.audit.condition import Condition
-from gradveil.audit.spec import AuditSpec, read_spec
+from gradveil.auditing.condition import Condition
+from gradveil.auditing.spec import AuditSpec, read_spec
 from gradveil.data import load
 from gradveil.federation.partition import share
 

@@ -96,7 +96,7 @@ def update(rng: Random, folder: Path) -> Job:
     given |= {"labels": [rng.choice([0, 1, 2, 3, -1])]} if rng.random() < 0.1 else {}  # type: ignore[dict-item]
 
     def job() -> object:
-        found = gv.attack(update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **given)
+        found = gv.attack_update(update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **given)
         return found.save(folder / "out")
 
     return job
@@ -111,7 +111,7 @@ def checkpoint(rng: Random, folder: Path) -> Job:
     more = {"lr": rng.choice([0.1, 0.0, -1.0, float("nan"), 1e300])} if rng.random() < 0.9 else {}
 
     def job() -> object:
-        found = gv.attack(
+        found = gv.attack_update(
             before=before, after=after, model=victim(), input_shape=SHAPE, attacks=["linear", "ig:steps=2"], **more
         )
         return found.save(folder / "out")

@@ -33,8 +33,9 @@ from record import record
 from safetensors.torch import load_file
 from small import SECONDS, digits
 
-from gradveil import attacks, defenses, models, trained
+from gradveil import attacks, defenses, models
 from gradveil.cli import main as main_of_gradveil
+from gradveil.storage import resumable as trained
 
 MOST = 12  # kills of one run: then it is let through
 
@@ -197,7 +198,12 @@ def main() -> int:
     options = parser.parse_args()
     rng, begun = random.Random(options.seed), time.monotonic()
     torch.set_num_threads(1)
-    for module in ("gradveil.audit.run", "gradveil.protecting", "gradveil.defenses.data.ats_search", "torch._dynamo"):
+    for module in (
+        "gradveil.auditing.run",
+        "gradveil.protection.dataset",
+        "gradveil.defenses.data.ats.search",
+        "torch._dynamo",
+    ):
         importlib.import_module(module)
     trained.EVERY = 0.1  # these trainings take seconds, not minutes
     attacks.registry.names(), defenses.registry.names(), models.MODELS.names()

@@ -18,11 +18,11 @@ import torch
 from record import record
 from small import digits
 
-from gradveil.audit.case import Case
-from gradveil.audit.plan import Cell, make_plan
-from gradveil.audit.progress import Display
-from gradveil.audit.run import run_audit
-from gradveil.audit.spec import make_spec
+from gradveil.auditing.case import Case
+from gradveil.auditing.plan import Cell, make_plan
+from gradveil.auditing.progress import Display
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
 
 
 class Watch(Display):

@@ -20,9 +20,9 @@ from PIL import Image
 from torch import Tensor
 
 import gradveil as gv
+from gradveil.core.types import Batch
 from gradveil.metrics import identify, psnr, ssim
-from gradveil.types import Batch
-from gradveil.updates import load_update
+from gradveil.storage.updates import load_update
 
 CLIENTS = 10
 
@@ -65,7 +65,9 @@ def leak(folder: Path, victims: int, attack: str, picture: Path) -> dict[str, ob
         found[int(facts["reported"]["metrics"]["part"])] = path
     rows = []
     for client in range(victims):
-        rebuilt = gv.attack(found[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors")
+        rebuilt = gv.attack_update(
+            found[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors"
+        )
         rows.append(rebuilt.by_attack[rebuilt.best].images)
     guess, truth = torch.cat(rows), [images_of(client, CLIENTS, 1) for client in range(victims)]
     private = Batch(torch.cat([b.x for b in truth]), torch.cat([b.y for b in truth]))

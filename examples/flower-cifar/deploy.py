@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from local import captured, copy_of_app, federation, free_port, settings
 
-from gradveil.updates import load_update
+from gradveil.storage.updates import load_update
 
 
 def certificates(folder: Path) -> dict[str, Path]:

@@ -8,33 +8,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from gradveil.attacks.base import Attack
-    from gradveil.audit.api import audit
-    from gradveil.captured import attack
+    from gradveil.attacks.registry import attack
+    from gradveil.auditing.api import audit
+    from gradveil.auditing.captured import attack_update
+    from gradveil.core.errors import UserError
+    from gradveil.core.types import Batch, Knowledge, LocalTraining, Observation, Update
     from gradveil.defenses.base import Defense
     from gradveil.defenses.registry import defense
-    from gradveil.errors import UserError
+    from gradveil.protection import flower
+    from gradveil.protection.loop import protect
     from gradveil.report.summary import Report
-    from gradveil.shield import protect
-    from gradveil.types import Batch, Knowledge, LocalTraining, Observation, Update
 
 _HOME = {
     "Attack": "gradveil.attacks.base",
-    "Batch": "gradveil.types",
+    "Batch": "gradveil.core.types",
     "Defense": "gradveil.defenses.base",
-    "Knowledge": "gradveil.types",
-    "LocalTraining": "gradveil.types",
-    "Observation": "gradveil.types",
+    "Knowledge": "gradveil.core.types",
+    "LocalTraining": "gradveil.core.types",
+    "Observation": "gradveil.core.types",
     "Report": "gradveil.report.summary",
-    "Update": "gradveil.types",
-    "UserError": "gradveil.errors",
-    "attack": "gradveil.captured",
-    "audit": "gradveil.audit.api",
+    "Update": "gradveil.core.types",
+    "UserError": "gradveil.core.errors",
+    "attack": "gradveil.attacks.registry",
+    "attack_update": "gradveil.auditing.captured",
+    "audit": "gradveil.auditing.api",
     "defense": "gradveil.defenses.registry",
-    "protect": "gradveil.shield",
+    "flower": "gradveil.protection.flower",
+    "protect": "gradveil.protection.loop",
 }
 
 __all__ = [
@@ -49,8 +53,10 @@ __all__ = [
     "UserError",
     "__version__",
     "attack",
+    "attack_update",
     "audit",
     "defense",
+    "flower",
     "protect",
 ]
 
@@ -58,7 +64,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gradveil' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module = importlib.import_module(_HOME[name])
+    return module if name == "flower" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

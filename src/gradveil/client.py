@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradveil.core.gradients import ModelFunction, local_delta
+from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update, generator
 from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.gradients import ModelFunction, local_delta
-from gradveil.types import Batch, LocalTraining, Tensors, Trace, Update, generator
 
 
 class Client:

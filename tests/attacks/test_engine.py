@@ -27,8 +27,8 @@ from gradveil.attacks.matching import (
     swift,
 )
 from gradveil.attacks.matching.engine import choose, match_and_choose
+from gradveil.core.types import LocalTraining, Observation, Trace, generator
 from gradveil.data import DataSet
-from gradveil.types import LocalTraining, Observation, Trace, generator
 
 
 def target_of(seen: list[Observation], seed: int = 0) -> Target:

@@ -18,11 +18,11 @@ from torch import nn
 from gradveil.attacks import parse
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.registry import registry
+from gradveil.core.errors import UserError
+from gradveil.core.types import LocalTraining, Observation, Reconstruction
 from gradveil.data import DataSet
-from gradveil.defenses.data import extractors
+from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
-from gradveil.errors import UserError
-from gradveil.types import LocalTraining, Observation, Reconstruction
 
 EVERY = registry.names()
 FEW = {"steps": 2, "epochs": 1}  # of defenses that optimise or train
@@ -148,7 +148,7 @@ def test_it_can_be_read_and_read_about(name: str) -> None:
 def test_a_counter_is_an_adaptive_attack_and_the_other_way_round(name: str) -> None:
     named = {counter for cls in defenses for counter in cls.counters}
     if name in named:
-        assert registry[name].adaptive or not registry[name].__module__.startswith("gradveil.attacks.adaptive")
+        assert registry[name].adaptive or not registry[name].__module__.startswith("gradveil.attacks.counters")
     if registry[name].adaptive:
         assert name in named, "no defense names it as its counter"
 

@@ -13,9 +13,9 @@ from gradveil.attacks.matching.distances import L2, Cosine, Distance, RelativeL2
 from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
-from gradveil.gradients import ModelFunction
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import LocalTraining, Observation, Sighting, Update, observe
 from gradveil.models import build
-from gradveil.types import LocalTraining, Observation, Sighting, Update, observe
 
 SHAPE = (3, 32, 32)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradveil.attacks import parse
+from gradveil.core.errors import UserError
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.data import DataSet
-from gradveil.errors import UserError
-from gradveil.types import Batch, LocalTraining
 
 NOISE = "gaussian:std=1.0"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks import parse
 from gradveil.attacks.labels import bias_rule, classifier_name, idlg, infer_labels, llg, minimum_rule
-from gradveil.types import LocalTraining
+from gradveil.core.types import LocalTraining
 
 LEVEL = {1: 1.0, 8: 0.85, 32: 0.75}
 

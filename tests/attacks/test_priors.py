@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.matching import TV, BatchNormPrior, GroupPrior, L2Norm, LabelTerm
 from gradveil.attacks.matching.priors import BoxPenalty
-from gradveil.gradients import ModelFunction
+from gradveil.core.gradients import ModelFunction
 
 ROWS, BATCH, SHAPE = 4, 2, (2, 5, 6)
 X = torch.randn(ROWS, BATCH, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

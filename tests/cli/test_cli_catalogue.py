@@ -39,7 +39,7 @@ def test_slips_are_one_line(gradveil, words):
 
 
 def test_version_and_help(gradveil):
-    assert gradveil("--version") == (0, "gradveil 0.1.0\n", "")
+    assert gradveil("--version") == (0, "gradveil 0.2.0\n", "")
     for words in ((), ("--help",)):
         code, out, err = gradveil(*words)
         assert code == 0 and err == "" and "audit" in out

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
-from gradveil.errors import UserError
 
 
 def records(x: np.ndarray, *labels: np.ndarray) -> bytes:

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
 from gradveil.data.readers.idx import read_idx
-from gradveil.errors import UserError
 
 
 @pytest.mark.parametrize("ending", ["-idx{}-ubyte", "-idx{}-ubyte.gz", ".idx{}-ubyte"])

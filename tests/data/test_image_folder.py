@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
-from gradveil.errors import UserError
 
 
 def write(folder: Path, x: np.ndarray, y: np.ndarray, names: str = "abcd") -> list[Path]:

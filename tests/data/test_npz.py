@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
 from gradveil.data.readers import npz
-from gradveil.errors import UserError
 
 X = np.random.default_rng(0).integers(0, 256, (20, 4, 4, 3), dtype=np.uint8)
 Y = np.arange(20) % 4

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
-from gradveil.errors import UserError
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
 from gradveil.data.source import resolve
-from gradveil.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradveil.core.errors import UserError
+from gradveil.core.types import generator
 from gradveil.data import DataSet, load
 from gradveil.data.raw import Images, Options
 from gradveil.data.split import keys, split, spread
-from gradveil.errors import UserError
-from gradveil.types import generator
 
 labels = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(np.array)
 

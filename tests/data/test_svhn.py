@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
-from gradveil.errors import UserError
 
 
 def write(path: Path, x: np.ndarray, y: np.ndarray) -> None:

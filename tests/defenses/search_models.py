@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
-from gradveil.defenses.data.ats import Policy, write_policy
-from gradveil.defenses.data.ats_search import Score, Scorer
+from gradveil.defenses.data.ats.defense import Policy, write_policy
+from gradveil.defenses.data.ats.search import Score, Scorer
 from gradveil.models import build
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import STAGES, Defense
-from gradveil.defenses.data import extractors
+from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, Tensors, Trace, Update
 
 EVERY = registry.names()
 # Where a defense optimises or trains, only shortly; and a bound that the small gradients here do reach.

@@ -12,12 +12,12 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, generator
 from gradveil.defenses import parse
-from gradveil.defenses.data.ats import Draw, parse_policies, random_policy, transform, write_policy
-from gradveil.defenses.data.ats_transforms import FUNCTIONS, apply
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, generator
+from gradveil.defenses.data.ats.defense import Draw, parse_policies, random_policy, transform, write_policy
+from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
 
 
 def pillow(image: Image.Image, index: int, sign: float) -> Image.Image:

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.cli import main
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, Tensors, generator
 from gradveil.defenses import parse
-from gradveil.defenses.data import ats_search
-from gradveil.defenses.data.ats import ATS, Draw, parse_policies, transform, write_policy
-from gradveil.defenses.data.ats_search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
+from gradveil.defenses.data.ats import search as ats_search
+from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, transform, write_policy
+from gradveil.defenses.data.ats.search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
 from gradveil.models import build
-from gradveil.types import Batch, Tensors, generator
 
 SHAPE = (1, 16, 16)
 MEAN, STD = torch.tensor([0.4]), torch.tensor([0.3])

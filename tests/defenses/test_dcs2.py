@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.gradient import dcs2
 from gradveil.defenses.gradient.dcs2 import DCS2, project
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, Tensors, Trace, Update
 
 SHAPE = (1, 10, 10)
 MEAN, STD = torch.tensor([0.4]), torch.tensor([0.5])

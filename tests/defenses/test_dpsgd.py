@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Tensors, generator
 from gradveil.defenses import parse
 from gradveil.defenses.gradient import dpsgd
 from gradveil.defenses.gradient.dpsgd import DpSgd, epsilon_of, noise_for
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, Tensors, generator
 
 
 class Noisy(nn.Module):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Setup, Step, parse
 from gradveil.defenses.gradient.graddefense import sensitivity
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, Tensors
 
 SHAPE = (1, 8, 8)
 

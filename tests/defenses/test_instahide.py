@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, generator
 from gradveil.defenses import parse
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, generator
 
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.25, 0.2, 0.3])
 PRIVATE, PUBLIC = 30, 20

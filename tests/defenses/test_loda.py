@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, generator
 from gradveil.data import load
 from gradveil.defenses import parse
-from gradveil.defenses.data import extractors, loda
-from gradveil.defenses.data.extractors import Extractor, Trained, Trunk, _folded, extractor, train
-from gradveil.defenses.data.loda import Loda, Memory
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
+from gradveil.defenses.data.loda import defense as loda
+from gradveil.defenses.data.loda import extractors
+from gradveil.defenses.data.loda.defense import Loda, Memory
+from gradveil.defenses.data.loda.extractors import Extractor, Trained, Trunk, _folded, extractor, train
 from gradveil.metrics import identify, lpips, psnr, ssim
-from gradveil.types import Batch, LocalTraining, generator
 
 needs_weights = pytest.mark.skipif(
     not os.environ.get("GRADVEIL_DATA"), reason="the ImageNet trunks are read from GRADVEIL_DATA"

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, generator
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Chain
 from gradveil.defenses.batch.mixup import different, dirichlet, within
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, LocalTraining, generator
 
 CLASSES = 5
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import parse
 from gradveil.defenses.model.precode import VariationalBottleneck, bottlenecks
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
 from gradveil.models import build
-from gradveil.types import Batch, LocalTraining
 
 SHAPE = (1, 12, 12)
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from gradveil import attacks
 from gradveil.client import Client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Sighting, Tensors, generator, observe
 from gradveil.data import load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
-from gradveil.defenses.batch.refiner import Utility
-from gradveil.defenses.batch.refiner_evaluator import Evaluator, evaluator_for, relight
-from gradveil.gradients import ModelFunction
+from gradveil.defenses.batch.refiner.defense import Utility
+from gradveil.defenses.batch.refiner.evaluator import Evaluator, evaluator_for, relight
 from gradveil.metrics.pixel import psnr
 from gradveil.metrics.structural import ssim
 from gradveil.models import build
-from gradveil.types import Batch, LocalTraining, Sighting, Tensors, generator, observe
 
 MEAN, STD = torch.tensor([0.1307]), torch.tensor([0.3081])
 SHAPE = (1, 28, 28)

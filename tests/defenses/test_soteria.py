@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch
 from gradveil.defenses import Step, parse
 from gradveil.defenses.gradient import soteria
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch
 
 SHAPE = (1, 8, 8)
 

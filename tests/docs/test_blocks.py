@@ -73,7 +73,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     # Workers of their own would cost an import of torch each.
-    monkeypatch.setattr(importlib.import_module("gradveil.audit.run"), "cores", lambda: 0)
+    monkeypatch.setattr(importlib.import_module("gradveil.auditing.run"), "cores", lambda: 0)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

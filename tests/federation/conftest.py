@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.core.types import Batch
 from gradveil.data import DataSet
-from gradveil.types import Batch
 
 CLASSES, SHAPE = 4, (1, 6, 6)
 

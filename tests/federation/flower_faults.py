@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 
 @settings

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.errors import UserError
 from gradveil.federation import Plan, train, train_central
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.rounds import Federation
-from gradveil.settings import settings
-from gradveil.types import Tensors, Update
 
 SMALL = {"rounds": 2, "clients": 3, "images_per_client": 12}
 

@@ -13,8 +13,8 @@ import torch
 from flower_faults import Moody
 from torch import nn
 
+from gradveil.core.errors import UserError
 from gradveil.data import DataSet
-from gradveil.errors import UserError
 from gradveil.federation import History, Plan, train
 from gradveil.federation.faults import Failure, Reply
 from gradveil.federation.rounds import Federation

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from gradveil.core.errors import UserError
 from gradveil.data import DataSet
-from gradveil.errors import UserError
 from gradveil.federation import History, train
 
 SMALL: dict[str, Any] = {"clients": 3, "images_per_client": 12, "batch_size": 5, "lr": 0.1}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.federation.partition import share
 
 labels = st.lists(st.integers(0, 6), min_size=1, max_size=120).map(torch.tensor)

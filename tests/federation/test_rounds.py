@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
 from gradveil.federation import Plan, train, train_central
 from gradveil.federation.inline import inline
 from gradveil.federation.rounds import Federation
-from gradveil.settings import settings
-from gradveil.types import Batch, Tensors
 
 
 def sgd(module: nn.Module, data: DataSet, batches: list[Batch], **settings: float) -> nn.Module:

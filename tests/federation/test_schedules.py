@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.federation.plan import Plan
 from gradveil.federation.schedules import DCS2, schedule
 

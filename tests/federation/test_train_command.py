@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from gradveil.cli.train import command
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 
 app = typer.Typer()
 app.command()(command)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from gradveil.core.types import Batch
 from gradveil.metrics import baseline, psnr
-from gradveil.types import Batch
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+from gradveil.core.types import Batch
 from gradveil.metrics import clopper_pearson, identification_rate, identify
-from gradveil.types import Batch
 
 
 def make_pool(n=600, classes=2, shape=(1, 6, 6), seed=0):

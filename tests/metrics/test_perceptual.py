@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.metrics import lpips, lpips_available, lpips_size
 from gradveil.metrics.perceptual import NETWORKS
 

@@ -4,8 +4,8 @@ import time
 import pytest
 import torch
 
+from gradveil.core.types import Batch
 from gradveil.metrics import clopper_pearson, mse, psnr, score, score_all, ssim, summarize
-from gradveil.types import Batch
 
 
 @pytest.fixture(scope="module")

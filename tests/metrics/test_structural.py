@@ -3,7 +3,7 @@ import pytest
 import torch
 from skimage.metrics import structural_similarity
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.metrics import ssim, ssim_window
 
 # size → the σ with which scikit-image picks the window stated for it

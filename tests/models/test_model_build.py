@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
 from gradveil.data import load
-from gradveil.errors import UserError
 from gradveil.models import build
 
 SHAPE = (1, 8, 8)

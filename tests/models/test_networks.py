@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.models import MODELS, build, names
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.recipes.charts import chart
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe

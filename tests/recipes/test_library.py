@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradveil import attacks, defenses
-from gradveil.audit.spec import AuditSpec
-from gradveil.errors import UserError
+from gradveil.auditing.spec import AuditSpec
+from gradveil.core.errors import UserError
 from gradveil.recipes.claims import Value
 from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.plan import make_plan

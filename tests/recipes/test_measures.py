@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gradveil.audit.progress import Lines
-from gradveil.audit.run import Stopped
+from gradveil.auditing.progress import Lines
+from gradveil.auditing.run import Stopped
 from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
 from gradveil.recipes.recipe import load

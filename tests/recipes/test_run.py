@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit import workers
-from gradveil.audit.run import Stopped
+from gradveil.auditing import workers
+from gradveil.auditing.run import Stopped
 from gradveil.recipes import pages
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.case import short_hash
+from gradveil.auditing.case import short_hash
 from gradveil.recipes.recipe import all_names, load
 from gradveil.recipes.run import run_recipe, settings_of
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[2] / "docs" / "results" / "stored"
 STORED = sorted(str(file.relative_to(DATA).with_suffix("")) for file in DATA.rglob("*.json"))
 CHEAP = ("refiner/figure2", "loda/table7", "ats/figure3")
 

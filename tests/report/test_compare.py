@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import compare as module
 from gradveil.report.compare import Change, DefenseChange, compare, write_comparison
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import pictures, write_report
 from gradveil.report.html import PictureMode
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gradveil.captured import Rebuilt
-from gradveil.types import Reconstruction
+from gradveil.auditing.captured import Rebuilt
+from gradveil.core.types import Reconstruction
 
 
 def pictures(text: str) -> list[np.ndarray]:

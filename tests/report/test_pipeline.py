@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report.pipeline import github_annotations, write_junit
 
 CONDITION = 'worst.ssim.max > 0.6 and spec != "none"'

@@ -1,4 +1,4 @@
-"""The object that `gradveil.audit` returns."""
+"""The object that `gradveil.auditing` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import Report, write_report
 
 

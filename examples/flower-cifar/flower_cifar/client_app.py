@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-import gradveil.flower
+import gradveil
 from flower_cifar.task import images_of, network, test, train
 
 app = ClientApp()

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-import gradveil.flower
+import gradveil
 from flower_cifar.task import dataset, network, test
 
 app = ServerApp()

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.core.types import Batch
 from gradveil.data import DataSet, load
 from gradveil.data.catalogue import KNOWN
 from gradveil.federation.partition import share
-from gradveil.types import Batch
 
 
 class Net(nn.Module):

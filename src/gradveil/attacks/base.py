@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.targets import infer_targets
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.settings import spec_of
-from gradveil.types import Knowledge, LocalTraining, Observation, Reconstruction, Sighting, Tensors, generator
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.settings import spec_of
+from gradveil.core.types import Knowledge, LocalTraining, Observation, Reconstruction, Sighting, Tensors, generator
 
 Budget = Literal["quick", "standard", "thorough"]
 Targets = Literal["classes", "any", "unused"]

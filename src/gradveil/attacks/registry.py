@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradveil.attacks.base import Attack, Targets
-from gradveil.errors import UserError
-from gradveil.settings import Registry
+from gradveil.core.errors import UserError
+from gradveil.core.settings import Registry
 
 registry: Registry[Attack] = Registry("attack", package="gradveil.attacks")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import typer
 
 from gradveil import __version__
-from gradveil.errors import UserError
-from gradveil.files import no_space
+from gradveil.core.errors import UserError
+from gradveil.storage.files import no_space
 
 COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "compare", "reproduce", "list", "show")
 

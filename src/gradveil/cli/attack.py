@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 
 # typer reads these at run time, on Python 3.10 too: hence Optional.
 Text = Optional[str]  # noqa: UP045
@@ -44,8 +44,8 @@ def command(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from gradveil.captured import attack as run
-    from gradveil.types import labels_text
+    from gradveil.auditing.captured import attack_update as run
+    from gradveil.core.types import labels_text
 
     for name, value, allowed in (
         ("knowledge", knowledge, ("realistic", "paper")),

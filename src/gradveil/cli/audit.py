@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from gradveil.audit.case import Case
+    from gradveil.auditing.case import Case
 
 # typer reads these at run time, on Python 3.10 too: hence Optional and List.
 Text = Optional[str]  # noqa: UP045
@@ -61,13 +61,13 @@ def command(
 
     Example: gradveil audit --data mnist-5k --model lenet --defense prune:ratio=0.9 --victims 8 --out runs/mine
     """
-    from gradveil.audit.case import Case
-    from gradveil.audit.condition import Condition
-    from gradveil.audit.limits import find_device, parse_size
-    from gradveil.audit.progress import display_on
-    from gradveil.audit.run import Stopped, run_audit
-    from gradveil.audit.spec import make_spec, read_spec
-    from gradveil.errors import UserError
+    from gradveil.auditing.case import Case
+    from gradveil.auditing.condition import Condition
+    from gradveil.auditing.limits import find_device, parse_size
+    from gradveil.auditing.progress import display_on
+    from gradveil.auditing.run import Stopped, run_audit
+    from gradveil.auditing.spec import make_spec, read_spec
+    from gradveil.core.errors import UserError
     from gradveil.report.pipeline import check_file, github_annotations, write_junit
 
     options: dict[str, Any] = {
@@ -133,10 +133,10 @@ def command(
 
 
 def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
-    from gradveil.audit.estimate import Estimate
-    from gradveil.audit.plan import make_plan
-    from gradveil.audit.store import RunFolder, default_folder
-    from gradveil.audit.workers import cores
+    from gradveil.auditing.estimate import Estimate
+    from gradveil.auditing.plan import make_plan
+    from gradveil.auditing.store import RunFolder, default_folder
+    from gradveil.auditing.workers import cores
     from gradveil.report.words import seconds_text
 
     folder, plan, estimate = RunFolder(out or default_folder(case)), make_plan(case), Estimate(case)

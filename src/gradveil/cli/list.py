@@ -13,7 +13,7 @@ def command(
 ) -> None:
     """List attacks, defenses, models, data sets or recipes; without a kind, all of them."""
     from gradveil.cli.catalogue import KINDS
-    from gradveil.errors import unknown
+    from gradveil.core.errors import unknown
 
     if not kind:
         for number, name in enumerate(KINDS):

@@ -31,7 +31,7 @@ def command(
     have soft labels and are .npz files.
     """
     from gradveil.metrics import identify, psnr
-    from gradveil.protecting import protect_files
+    from gradveil.protection.dataset import protect_files
 
     console = Console(stderr=True)
     with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:

@@ -33,10 +33,10 @@ def command(
     """
     from rich.console import Console
 
-    from gradveil.audit.limits import find_device
-    from gradveil.audit.progress import display_on
-    from gradveil.audit.run import Stopped
-    from gradveil.errors import UserError, unknown
+    from gradveil.auditing.limits import find_device
+    from gradveil.auditing.progress import display_on
+    from gradveil.auditing.run import Stopped
+    from gradveil.core.errors import UserError, unknown
     from gradveil.recipes import pages
     from gradveil.recipes.recipe import SCALES, names
     from gradveil.recipes.run import run_recipe

@@ -15,7 +15,7 @@ def command(name: Annotated[str, typer.Argument(help="A defense, attack, model o
     """Show what a method is, whose idea it is, and its settings."""
     from gradveil import attacks, defenses, models
     from gradveil.cli.catalogue import KINDS
-    from gradveil.errors import unknown
+    from gradveil.core.errors import unknown
 
     registries: dict[str, Any] = {"defense": defenses.registry, "attack": attacks.registry, "model": models.MODELS}
     cards = [_card(kind, registry[name]) for kind, registry in registries.items() if name in registry]

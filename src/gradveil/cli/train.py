@@ -59,9 +59,9 @@ def command(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from gradveil import models
+    from gradveil.core.losses import DEFAULT
     from gradveil.data import load
     from gradveil.federation import train
-    from gradveil.losses import DEFAULT
 
     options: dict[str, Any] = {
         "rounds": rounds,

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import Options, Raw
 from gradveil.data.readers import embedded, read_folder, reader_of
-from gradveil.errors import UserError
 
 FOLDER = "GRADVEIL_DATA"
 

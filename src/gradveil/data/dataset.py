@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.types import Batch
+from gradveil.core.types import Batch
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.core.errors import UserError
+from gradveil.core.types import Batch, generator
 from gradveil.data.catalogue import KNOWN, Known
 from gradveil.data.dataset import DataSet
 from gradveil.data.raw import MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat, one_line, shape_text
@@ -15,8 +17,6 @@ from gradveil.data.readers.image_folder import decode
 from gradveil.data.resize import fit
 from gradveil.data.source import Source, resolve
 from gradveil.data.split import keys, split, thin, without
-from gradveil.errors import UserError
-from gradveil.types import Batch, generator
 
 NONE = "none"
 

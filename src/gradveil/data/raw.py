@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradveil.errors import UserError
-from gradveil.settings import settings
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
 
 Array = NDArray[Any]
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradveil.core.errors import UserError, unknown
+from gradveil.core.settings import build, load_object, parse_settings
 from gradveil.data.catalogue import FOLDER, KNOWN, Known
 from gradveil.data.raw import Options, Raw, one_line
 from gradveil.data.readers import read_folder
 from gradveil.data.readers.npz import read_npz
 from gradveil.data.readers.objects import read_object
 from gradveil.data.readers.vision import read_torchvision
-from gradveil.errors import UserError, unknown
-from gradveil.settings import build, load_object, parse_settings
 
 # The settings begin at the first colon that a `key=` follows, so other colons may stand in a path or an import.
 _SETTINGS = re.compile(r":(?=\s*[A-Za-z][\w-]*\s*=)")

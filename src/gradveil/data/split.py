@@ -9,9 +9,9 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
+from gradveil.core.errors import UserError
+from gradveil.core.types import generator
 from gradveil.data.raw import Array, Images, Options, concat
-from gradveil.errors import UserError
-from gradveil.types import generator
 
 TEST_GIVEN = (0.6, 0.4, 0.0)  # shares of private, public and test where the publisher has a test part …
 TEST_DRAWN = (0.4, 0.4, 0.2)  # … and where it has none

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradveil.gradients import ModelFunction
-from gradveil.settings import spec_of
-from gradveil.types import Batch, Tensors
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.settings import spec_of
+from gradveil.core.types import Batch, Tensors
 
 STAGES = ("model", "data", "batch", "gradient", "update")
 

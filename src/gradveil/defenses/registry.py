@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import Registry, split_chain
 from gradveil.defenses.base import Chain, Defense
-from gradveil.errors import UserError
-from gradveil.settings import Registry, split_chain
 
 registry: Registry[Defense] = Registry("defense", package="gradveil.defenses")
 

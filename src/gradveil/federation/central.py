@@ -9,14 +9,14 @@ from pathlib import Path
 
 from torch import nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import Loss, cross_entropy
+from gradveil.core.settings import build
+from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
-from gradveil.errors import UserError
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Federation, Progress
-from gradveil.gradients import Loss, cross_entropy
-from gradveil.settings import build
-from gradveil.types import Tensors
 
 
 def train_central(

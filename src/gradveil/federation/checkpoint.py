@@ -14,12 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.losses import DEFAULT
+from gradveil.core.types import Tensors
 from gradveil.federation.history import History
 from gradveil.federation.rounds import Federation, Server
-from gradveil.files import write_json, write_tensors
-from gradveil.losses import DEFAULT
-from gradveil.types import Tensors
+from gradveil.storage.files import write_json, write_tensors
 
 STATE, HISTORY = "state.safetensors", "history.json"
 _VELOCITY = "server-velocity/"  # a module's own names hold no slash where this one has it

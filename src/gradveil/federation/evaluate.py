@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, Tensors
 from gradveil.federation.statistics import pieces
-from gradveil.gradients import ModelFunction
-from gradveil.types import Batch, Tensors
 
 PIECE = 256  # images at a time
 

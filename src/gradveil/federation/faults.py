@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from gradveil.types import Tensors, Update
+from gradveil.core.types import Tensors, Update
 
 ABSURD = 1e6  # times the median norm of the others
 

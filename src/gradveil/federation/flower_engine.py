@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.types import Tensors, Update
 from gradveil.federation.faults import Failure, Reply, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Federation, Participant, Server, run
-from gradveil.types import Tensors, Update
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gradveil.types import Tensors
+from gradveil.core.types import Tensors
 
 
 @dataclass

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import nn
 
+from gradveil.core.errors import UserError, unknown
+from gradveil.core.losses import DEFAULT, find_loss, loss_name
+from gradveil.core.settings import build
+from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
-from gradveil.errors import UserError, unknown
 from gradveil.federation.checkpoint import Checkpoint
 from gradveil.federation.faults import Failure, Reply, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import Plan
 from gradveil.federation.rounds import Engine, Federation, Progress, run
-from gradveil.files import alone_in
-from gradveil.losses import DEFAULT, find_loss, loss_name
-from gradveil.settings import build
-from gradveil.types import Tensors
+from gradveil.storage.files import alone_in
 
 ENGINES = ("inline", "flower")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from gradveil.errors import unknown
-from gradveil.settings import build, parse_settings
+from gradveil.core.errors import unknown
+from gradveil.core.settings import build, parse_settings
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import generator
 from gradveil.federation.named import choose
-from gradveil.settings import settings
-from gradveil.types import generator
 
 Shares = list[Tensor]  # for each client the places of its images
 

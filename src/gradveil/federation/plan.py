@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import LocalTraining, generator
 from gradveil.federation.schedules import Schedule, schedule
-from gradveil.settings import settings
-from gradveil.types import LocalTraining, generator
 
 
 @settings

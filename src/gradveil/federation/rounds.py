@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.types import Batch, Tensors, Update, generator
 from gradveil.data import DataSet
 from gradveil.defenses import Defense, parse
-from gradveil.errors import UserError
 from gradveil.federation.evaluate import judge
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.history import History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import Plan
 from gradveil.federation.statistics import MOMENTUM, RunningStatistics, has_batch_norm
-from gradveil.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.types import Batch, Tensors, Update, generator
 
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
 Progress = Callable[[str, int, int], None]

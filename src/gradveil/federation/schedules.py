@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
+from gradveil.core.settings import settings
 from gradveil.federation.named import choose
-from gradveil.settings import settings
 
 
 class Schedule(ABC):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.gradients import ModelFunction
-from gradveil.types import Tensors
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Tensors
 
 # How far one mini-batch moves a running statistic: torch's default. For FedSGD, where a round is one mini-batch.
 MOMENTUM = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradveil.types import Batch
+from gradveil.core.types import Batch
 
 
 def baseline(public: Batch, labels: Tensor | None, count: int | None = None) -> Tensor:

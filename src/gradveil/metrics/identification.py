@@ -12,7 +12,7 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
-from gradveil.types import Batch, generator
+from gradveil.core.types import Batch, generator
 
 ENOUGH = 200  # a class with fewer distractors is replaced by all classes
 LIMIT = 1000  # distractors at most

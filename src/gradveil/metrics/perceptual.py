@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.types import Tensors
 from gradveil.metrics.pixel import pair
-from gradveil.types import Tensors
 
 Net = Literal["alex", "vgg"]
 

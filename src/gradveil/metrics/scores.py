@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradveil.core.types import Batch
 from gradveil.metrics.identification import identification_rate, identify
 from gradveil.metrics.matching import match
 from gradveil.metrics.perceptual import Net
 from gradveil.metrics.perceptual import lpips as perceptual_distance
 from gradveil.metrics.pixel import as_pixels, mse, psnr
 from gradveil.metrics.structural import ssim
-from gradveil.types import Batch
 
 Against = Literal["original", "fed", "component"]
 

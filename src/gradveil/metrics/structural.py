@@ -12,7 +12,7 @@ import torch
 from pytorch_msssim import ssim as windowed_ssim
 from torch import Tensor
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.metrics.pixel import pair
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
+from gradveil.core.settings import load_object
+from gradveil.core.types import generator
 from gradveil.models.base import MODELS, Network, Shape
-from gradveil.settings import load_object
-from gradveil.types import generator
 
 __all__ = ["MODELS", "Name", "Network", "build", "names"]
 

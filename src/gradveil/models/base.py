@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from gradveil.errors import UserError
-from gradveil.settings import Registry
+from gradveil.core.errors import UserError
+from gradveil.core.settings import Registry
 
 Shape = tuple[int, int, int]
 

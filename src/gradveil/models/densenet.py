@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.settings import settings
 from gradveil.models.base import MODELS, Network, Shape, classifier_on, kaiming_
-from gradveil.settings import settings
 
 BLOCKS = (6, 12, 24, 16)
 GROWTH = 32

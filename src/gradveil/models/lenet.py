@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from gradveil.core.settings import settings
 from gradveil.models.base import MODELS, Network, Shape, classifier_on
-from gradveil.settings import settings
 
 WIDTH = 12
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from gradveil.core.settings import settings
 from gradveil.models.base import MODELS, Network, Shape, classifier_on
-from gradveil.settings import settings
 
 
 @MODELS.register("smlp")

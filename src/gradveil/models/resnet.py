@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.settings import settings
 from gradveil.models.base import MODELS, Network, Shape, kaiming_
-from gradveil.settings import settings
 
 
 class BasicBlock(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from gradveil.core.settings import settings
 from gradveil.models.base import MODELS, Network, Shape, classifier_on, kaiming_
-from gradveil.settings import settings
 
 
 def _stages(convolutions: list[nn.Conv2d], pool: type[nn.MaxPool2d] | type[nn.AvgPool2d]) -> dict[str, nn.Module]:

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from gradveil import attacks, defenses
 from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, LocalTraining, Observation, Sighting, Tensors, generator, observe
 from gradveil.data import DataSet, load
-from gradveil.defenses.data.ats import Policy, parse_policies, write_policy
-from gradveil.defenses.data.ats_search import NO_POLICY, Scorer, Search, candidates, half_trained
-from gradveil.defenses.data.loda import Loda
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
+from gradveil.defenses.data.ats.defense import Policy, parse_policies, write_policy
+from gradveil.defenses.data.ats.search import NO_POLICY, Scorer, Search, candidates, half_trained
+from gradveil.defenses.data.loda.defense import Loda
 from gradveil.metrics import lpips, psnr, ssim
 from gradveil.models import build
 from gradveil.recipes.claims import Value
-from gradveil.types import Batch, LocalTraining, Observation, Sighting, Tensors, generator, observe
 
 Values = dict[str, Value]
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradveil.files import write_text
 from gradveil.recipes.charts import chart
 from gradveil.recipes.recipe import PAPERS, Recipe, all_names, load
 from gradveil.report.words import seconds_text
+from gradveil.storage.files import write_text
 
 Json = dict[str, Any]
 VERDICTS = ("holds", "does not hold", "cannot be told")

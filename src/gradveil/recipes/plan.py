@@ -17,14 +17,14 @@ from gradveil import attacks, models
 from gradveil.attacks.base import Attack, Budget, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.ig import VARIANTS
-from gradveil.audit.cells import one_thread
+from gradveil.auditing.cells import one_thread
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import LocalTraining, Observation, generator
 from gradveil.data import load
 from gradveil.data.source import resolve
 from gradveil.data.split import sizes
-from gradveil.gradients import ModelFunction
 from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scale, Scaled
-from gradveil.types import LocalTraining, Observation, generator
 
 STEPS = 4000  # of an attack that does not say
 TOGETHER = 4  # victims that an iteration is timed on

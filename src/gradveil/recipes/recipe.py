@@ -16,8 +16,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gradveil.audit.spec import SUITE, AuditSpec, make_spec
-from gradveil.errors import UserError, unknown
+from gradveil.auditing.spec import SUITE, AuditSpec, make_spec
+from gradveil.core.errors import UserError, unknown
 from gradveil.recipes.claims import Claim
 
 Scale = Literal["cpu", "paper"]

@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 import torch
 
 from gradveil import __version__, attacks, defenses
-from gradveil.audit import plan as audit_plan
-from gradveil.audit.case import Case, short_hash
-from gradveil.audit.cells import one_thread
-from gradveil.audit.limits import Limits, find_device, share_of_memory
-from gradveil.audit.plan import make_plan
-from gradveil.audit.progress import Display
-from gradveil.audit.run import Stopped
-from gradveil.audit.store import RunFolder
-from gradveil.audit.workers import run_here, run_in_workers
-from gradveil.errors import UserError
-from gradveil.files import write_json, write_text
+from gradveil.auditing import plan as audit_plan
+from gradveil.auditing.case import Case, short_hash
+from gradveil.auditing.cells import one_thread
+from gradveil.auditing.limits import Limits, find_device, share_of_memory
+from gradveil.auditing.plan import make_plan
+from gradveil.auditing.progress import Display
+from gradveil.auditing.run import Stopped
+from gradveil.auditing.store import RunFolder
+from gradveil.auditing.workers import run_here, run_in_workers
+from gradveil.core.errors import UserError
 from gradveil.metrics import RECOGNISABLE
 from gradveil.recipes import pictures
 from gradveil.recipes.charts import chart
@@ -44,6 +43,7 @@ from gradveil.recipes.recipe import (
     Scaled,
     chosen,
 )
+from gradveil.storage.files import write_json, write_text
 
 Json = dict[str, Any]
 Say = Callable[[str], None]

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.stats import norm, t
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import words
 from gradveil.report.folder import RunFolder, write_atomically
 from gradveil.report.pictures import Place, place_of

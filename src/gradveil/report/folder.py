@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report.view import DefenseView, Row
 
 SCHEMA = 1

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import chart, words
 from gradveil.report.folder import RunFolder, write_atomically
 from gradveil.report.pictures import Pictures, Place, Strip, collect, place_of, worst_of

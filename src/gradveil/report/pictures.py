@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report.folder import RunFolder
 from gradveil.report.view import DefenseView, SummaryView, number
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import words
 from gradveil.report.folder import write_atomically
 from gradveil.report.view import LEAKS, DefenseView, SummaryView

@@ -1,4 +1,4 @@
-"""`Report`: what `gradveil.audit` returns. The summary as it stands in `summary.json`, and a few ways to look at it."""
+"""`Report`: what `gradveil.auditing` returns. The summary as it stands in `summary.json`, and a few ways to look at it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gradveil.errors import UserError
+from gradveil.core.errors import UserError
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
 from gradveil.report.folder import read_summary, write_atomically

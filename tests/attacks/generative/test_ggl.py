@@ -12,9 +12,9 @@ from gradveil import metrics
 from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative import gan, ggl
+from gradveil.core.errors import UserError
+from gradveil.core.types import Batch, generator
 from gradveil.data import DataSet
-from gradveil.errors import UserError
-from gradveil.types import Batch, generator
 
 
 @pytest.fixture(scope="module")

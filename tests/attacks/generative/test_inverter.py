@@ -13,10 +13,10 @@ from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative import inverter
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round, rehearse
+from gradveil.core.errors import UserError
+from gradveil.core.types import Batch, Reconstruction, Trace, generator
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense
-from gradveil.errors import UserError
-from gradveil.types import Batch, Reconstruction, Trace, generator
 
 
 class Signs(Defense):

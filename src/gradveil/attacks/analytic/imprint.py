@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
-from gradveil.types import Observation, generator
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, generator
 
 
 class ImprintBlock(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import linear_layers
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
-from gradveil.types import Observation
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation
 
 
 @attack("linear", targets="unused")

@@ -28,8 +28,8 @@ from torch.nn import grad as conv_grad
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import exact_input, linear_layers
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
-from gradveil.types import Observation
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation
 
 _ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ReLU)
 _OPEN = 1e-5  # share of the largest activation above which a ReLU counts as open

@@ -17,8 +17,8 @@ from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import linear_layers
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
-from gradveil.types import Observation, generator
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, generator
 
 
 @attack("trap-weights", targets="unused")

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Progress
-from gradveil.trained import resumable, trained_once
-from gradveil.types import Batch, Tensors, generator
+from gradveil.core.types import Batch, Tensors, generator
+from gradveil.storage.resumable import resumable, trained_once
 
 LATENT, WIDTH = 64, 32
 SMALLEST = 8  # side from which transposed convolutions double the picture

@@ -28,9 +28,9 @@ from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.registry import attack
-from gradveil.errors import UserError
-from gradveil.settings import settings
-from gradveil.types import Observation
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation
 
 SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
 ROWS = 512  # evaluated at a time

@@ -27,8 +27,8 @@ from gradveil.attacks.generative.rehearsal import Rehearsal, fits, rehearse
 from gradveil.attacks.matching.distances import RelativeL2
 from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
-from gradveil.types import Observation, Tensors, generator
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, Tensors, generator
 
 WIDTH = 8_192  # entries of one tensor, above which it is hashed to so many
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)

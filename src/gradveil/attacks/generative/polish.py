@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.trained import Shuffled, resumable, trained_once
-from gradveil.types import Tensors, generator
+from gradveil.core.types import Tensors, generator
+from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
 WIDTH, KERNEL = 24, 5
 EPOCHS, BATCH, RATE = 8, 64, 2e-3

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import flop_registry
 
 from gradveil.attacks.base import Target
 from gradveil.client import Client
+from gradveil.core.types import Batch, Observation, Tensors, generator
 from gradveil.defenses.base import Defense
 from gradveil.defenses.update.none import Nothing
-from gradveil.types import Batch, Observation, Tensors, generator
 
 ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all rehearsals, about a nanosecond each
 CALL = 2e4  # what calling an operation costs, however small its tensors

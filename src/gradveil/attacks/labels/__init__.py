@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.labels.rules import LabelRule, bias_rule, expected_rule, idlg, llg, minimum_rule
-from gradveil.types import Observation, generator
+from gradveil.core.types import Observation, generator
 
 __all__ = [
     "LabelRule",

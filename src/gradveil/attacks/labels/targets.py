@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from gradveil.errors import UserError
-from gradveil.types import Observation
+from gradveil.core.errors import UserError
+from gradveil.core.types import Observation
 
 _STEPS = 20
 _EXACT = 1e-4  # of the signal, as a share

@@ -19,7 +19,7 @@ from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import LabelTerm
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
+from gradveil.core.settings import settings
 
 
 @attack("dlg")

@@ -19,7 +19,7 @@ from gradveil.attacks.matching.distances import Cosine, Distance, PerRow
 from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.starts import Start
-from gradveil.types import Tensors, generator
+from gradveil.core.types import Tensors, generator
 
 
 @dataclass(frozen=True)

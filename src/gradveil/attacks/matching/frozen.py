@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from gradveil.attacks.budget import forward_cost
 from gradveil.attacks.matching.distances import Cosine
-from gradveil.gradients import ModelFunction
-from gradveil.types import Tensors
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Tensors
 
 if TYPE_CHECKING:
     from gradveil.attacks.matching.engine import Problem

@@ -15,7 +15,7 @@ from gradveil.attacks.matching.engine import Match, match_and_choose
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV, BatchNormPrior, GroupPrior, L2Norm
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
+from gradveil.core.settings import settings
 
 
 @attack("gradinversion")

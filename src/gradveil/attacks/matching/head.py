@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Target
-from gradveil.gradients import ModelFunction
-from gradveil.types import LocalTraining, Observation, Sighting, Update
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import LocalTraining, Observation, Sighting, Update
 
 if TYPE_CHECKING:
     from gradveil.attacks.matching.engine import Problem

@@ -18,7 +18,7 @@ from gradveil.attacks.matching.engine import Match, match_and_choose
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.registry import attack
-from gradveil.settings import settings
+from gradveil.core.settings import settings
 
 
 @settings

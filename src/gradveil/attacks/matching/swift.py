@@ -33,7 +33,7 @@ from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.registry import attack, parse
-from gradveil.settings import settings
+from gradveil.core.settings import settings
 
 CLOSED = ("linear", "rgap")
 DISTANCES = (Cosine(), RelativeL2())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import Options, Raw
 from gradveil.data.readers import celeba, cifar, idx, image_folder, npz, svhn, tinyimagenet
-from gradveil.errors import UserError
 
 
 class Reader(Protocol):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gradveil.core.errors import UserError, unknown
 from gradveil.data.raw import Images, Options, Raw
-from gradveil.errors import UserError, unknown
 
 ATTRIBUTES, PARTITION, FACES = "list_attr_celeba.txt", "list_eval_partition.txt", "img_align_celeba"
 DEFAULT = "Male"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, concat
-from gradveil.errors import UserError
 
 PIXELS = 3 * 32 * 32
 

@@ -8,8 +8,8 @@ from importlib import resources
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import Array, Images, Options, Raw
-from gradveil.errors import UserError
 
 COLUMNS = 28 * 28 + 1  # pixels, then the label
 

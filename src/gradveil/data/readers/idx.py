@@ -11,8 +11,8 @@ from typing import IO, cast
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, one_line, shape_text
-from gradveil.errors import UserError
 
 _BYTES = 8  # the idx type number of unsigned bytes
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, one_line
 from gradveil.data.resize import fit
-from gradveil.errors import UserError
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 TEST = ("test", "val", "valid", "validation")

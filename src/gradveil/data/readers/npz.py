@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, concat, one_line, shape_text
-from gradveil.errors import UserError
 
 Header = tuple[tuple[int, ...], np.dtype[Any]]
 TEST = ("test", "val")

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import PICTURE_CHANNELS, Array, Images, Raw, checked, one_line, shape_text
-from gradveil.errors import UserError
 
 
 def read_object(source: object, name: str) -> Raw:

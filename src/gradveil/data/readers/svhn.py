@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, checked, one_line, shape_text
-from gradveil.errors import UserError
 
 
 def claims(folder: Path) -> bool:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gradveil.core.errors import UserError
 from gradveil.data.raw import Images, Options, Raw
 from gradveil.data.readers.image_folder import by_class
-from gradveil.errors import UserError
 
 
 def claims(folder: Path) -> bool:

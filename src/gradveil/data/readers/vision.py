@@ -6,9 +6,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from gradveil.core.errors import UserError, unknown
 from gradveil.data.raw import Raw, one_line
 from gradveil.data.readers.objects import read_object
-from gradveil.errors import UserError, unknown
 
 
 def read_torchvision(name: str, root: Path) -> Raw:

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.batch.mixup import Partners, check_limits, different, dirichlet, mix, remember, within
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.settings import settings
-from gradveil.types import Batch
 
 PAIR = 0.3  # the least that the first two coefficients sum to, in the cross-dataset scheme
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.settings import settings
-from gradveil.types import Batch
 
 OWN = 3  # Dirichlet parameter of the image itself; that of its partners is 1
 TRIES = 10_000  # redraws before the limits are taken to leave no coefficients

@@ -33,12 +33,12 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.losses import takes_classes
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.losses import takes_classes
-from gradveil.settings import settings
-from gradveil.types import Batch, Tensors
 
 _ENTRIES = 2**26  # entries of per-sample gradients held at once
 

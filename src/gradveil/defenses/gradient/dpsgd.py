@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 NOISE = 1.0  # multiplier where neither noise nor epsilon is given
 CHUNK = 1 << 26  # values of per-image gradients held at a time

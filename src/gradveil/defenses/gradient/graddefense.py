@@ -22,12 +22,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.gradients import ModelFunction
-from gradveil.settings import settings
-from gradveil.types import Batch, Tensors
 
 
 @defense("graddefense", counters=["noise-likelihood"], random=True)

@@ -18,11 +18,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 _CHUNK = 2**24  # entries of the Jacobian held at once
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError, unknown
+from gradveil.core.settings import settings
+from gradveil.core.types import generator
 from gradveil.defenses.base import Defense
 from gradveil.defenses.registry import defense
-from gradveil.errors import UserError, unknown
-from gradveil.settings import settings
-from gradveil.types import generator
 
 
 class VariationalBottleneck(nn.Module):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.registry import defense
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 
 @defense("gaussian", counters=["noise-likelihood"], random=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gradveil.core.settings import settings
 from gradveil.defenses.base import Defense
 from gradveil.defenses.registry import defense
-from gradveil.settings import settings
 
 
 @defense("none")

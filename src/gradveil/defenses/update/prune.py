@@ -12,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.registry import defense
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 
 @defense("prune", counters=["prune-mask"])

@@ -8,10 +8,10 @@ import torch
 from pydantic import BeforeValidator
 from torch import Tensor
 
+from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.registry import defense
-from gradveil.settings import settings
-from gradveil.types import Tensors
 
 _BITS = {"int8": 8, "fp16": 16}
 

@@ -1,0 +1,41 @@
+"""Against clipping: our update is clipped to the same norm before it is compared, so every distance fits again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.swift import Swift
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, Tensors
+
+
+@attack("clip-aware", adaptive=True, targets="any")
+@settings
+class ClipAware(Attack):
+    """Match after clipping our own update likewise; the bound is the norm of what was sent."""
+
+    def applies(self, observation: Observation) -> str | None:
+        clips = any(getattr(p, "name", "") == "clip" for p in getattr(observation.knowledge.defense, "parts", ()))
+        return None if clips else "the defense does not clip"
+
+    def run(self, target: Target) -> Answer:
+        return Swift().reconstruct(target, clipped)
+
+
+def clipped(target: Target) -> dict[str, Any]:
+    """Options of a problem whose candidates are clipped as the defense does it; none where it does not clip."""
+    bounds = {p.name: getattr(p, "norm", None) or getattr(p, "clip", None) for p in target.knowledge.defense.parts}
+    bound = bounds.get("clip") or (bounds.get("dpsgd") if target.knowledge.batch_size == 1 else None)
+    if bound is None:
+        return {}
+
+    def clip(tensors: Tensors) -> Tensors:
+        size = torch.sqrt(sum((g.flatten(1) ** 2).sum(1) for g in tensors.values()) + 1e-24)  # type: ignore[arg-type]
+        scale = (float(bound) / size).clamp_max(1.0)
+        return {name: g * scale.view(-1, *(1 for _ in g.shape[1:])) for name, g in tensors.items()}
+
+    return {"transform": clip}

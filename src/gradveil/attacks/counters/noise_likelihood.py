@@ -1,0 +1,95 @@
+"""Against additive noise: average what can be averaged, and let the noise's known size choose the prior's weight.
+
+Repeated updates of one batch on one model are averaged first: the noise falls with the square root of their number.
+Then one image is sought for each of several TV weights, all in one batch. A weak prior fits the noise, a strong one
+blurs; of the candidates the adversary keeps the smoothest whose misfit is no larger than the noise itself explains
+(Morozov's discrepancy principle). It needs no truth, only the defense's settings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.counters.clip_aware import clipped
+from gradveil.attacks.matching.distances import L2, Cosine
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, Sighting, Update
+
+WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
+
+
+@attack("noise-likelihood", adaptive=True, targets="any")
+@settings
+class NoiseLikelihood(Attack):
+    """Average, match by cosine under several priors, choose by the noise's size."""
+
+    steps: int | None = Field(default=None, ge=1)
+
+    def applies(self, observation: Observation) -> str | None:
+        return None if noise_std(observation) is not None else "the defense adds no noise of known size"
+
+    def run(self, target: Target) -> Answer:
+        averaged = target.about([average(o) for o in target.observations], target.labels)
+        each = len(WEIGHTS)
+        weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
+        steps = self.steps or steps_for(target, 1_500)
+        match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
+        problem = Problem(averaged, match.distance, match.priors, restarts=each, **clipped(averaged))
+        solution = solve(averaged, match, problem=problem)
+        misfit = problem.residual(solution.x, L2()).unflatten(0, (-1, each))
+        expected = torch.tensor([self._expected(o) for o in target.observations])
+        pick = _smoothest(misfit, expected)
+        rows = pick + torch.arange(len(pick)) * each
+        return Answer(solution.x[rows], misfit.gather(1, pick[:, None]).squeeze(1), iterations=solution.iterations)
+
+    def _expected(self, observation: Observation) -> float:
+        entries = sum(t.numel() for t in observation.update.tensors.values())
+        std = noise_std(observation) or 0.0
+        return entries * std**2 / len(_same_state(observation))
+
+
+def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:
+    """Of each row the last (strongest prior) within the noise; if none is, the one that fits best."""
+    fits = misfit <= expected[:, None] * 1.02
+    last = misfit.shape[1] - 1 - fits.flip(1).float().argmax(1)
+    return torch.where(fits.any(1), last, misfit.argmin(1))
+
+
+def noise_std(observation: Observation) -> float | None:
+    """The standard deviation of the noise on an entry, from the defense's settings."""
+    for part in getattr(observation.knowledge.defense, "parts", ()):
+        name = getattr(part, "name", "")
+        if name == "gaussian":
+            return float(part.std)
+        if name == "laplace":
+            return float(part.scale) * math.sqrt(2)
+        if name == "dpsgd" and part.multiplier > 0:
+            return float(part.std(observation.knowledge.batch_size))
+        if name == "graddefense":
+            return float(part.std)
+    return None
+
+
+def _same_state(observation: Observation) -> list[Sighting]:
+    first = observation.seen[0]
+    return [s for s in observation.seen if s.state is first.state and s.group == first.group]
+
+
+def average(observation: Observation) -> Observation:
+    """The mean of all updates of one batch on one model, as one sighting."""
+    same = _same_state(observation)
+    names = same[0].update.tensors
+    mean = {n: torch.stack([s.update.tensors[n] for s in same]).mean(0) for n in names}
+    update = Update(mean, same[0].update.kind, same[0].update.examples)
+    return replace(observation, seen=(replace(same[0], update=update),))

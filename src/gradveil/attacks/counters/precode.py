@@ -1,0 +1,107 @@
+"""Against PRECODE: the bottleneck hides what comes after it, not what comes before.
+
+* `precode-signal`: the encoder is a fully connected layer with a bias, so for one image its gradients give the features
+  before it and the signal at them exactly, whatever the sampled noise. Where the layers before are a plain line of
+  invertible ones the image follows in closed form; else they are matched with the true signal in place of a random one.
+* `precode-latent`: only the exact features are used: the image whose features they are.
+* `precode-ignore` (Scheliga et al. 2023): everything after the bottleneck's encoder is left out of the match.
+
+On nets that begin with a fully connected layer the image is that layer's exact input; `precode-signal` takes it from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from gradveil.attacks.analytic.linear import Linear
+from gradveil.attacks.analytic.rgap import RGAP
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.distances import Nothing
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
+from gradveil.attacks.matching.optimizers import LBFGS
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.starts import Start
+from gradveil.attacks.matching.swift import Swift
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation
+
+
+def bottleneck_path(observation: Observation) -> str | None:
+    """The first submodule with an encoder, a decoder and a draw: PRECODE's, found by its shape."""
+    for path, part in observation.model.module.named_modules():
+        if all(hasattr(part, name) for name in ("encoder", "decoder", "draw")):
+            return path
+    return None
+
+
+def _no_bottleneck(observation: Observation) -> str | None:
+    return None if bottleneck_path(observation) is not None else "the model has no variational bottleneck"
+
+
+@attack("precode-signal", adaptive=True)
+@settings
+class PrecodeSignal(Attack):
+    """Exact features and exact signal at the encoder, then the layers before it."""
+
+    def applies(self, observation: Observation) -> str | None:
+        if _no_bottleneck(observation):
+            return _no_bottleneck(observation)
+        if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
+            return "the encoder's gradients are exact for single images only"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        for closed in (Linear(), RGAP()):
+            if closed.applies(target.first) is None:
+                return closed.run(target)
+        head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")
+        return Swift().reconstruct(target) if head is None else _relabelled(Swift().reconstruct(head.target), target)
+
+
+@attack("precode-latent", adaptive=True)
+@settings
+class PrecodeLatent(Attack):
+    """The image whose features are those that the encoder's gradients give away."""
+
+    steps: int = Field(default=300, ge=1)
+    tv: float = Field(default=1e-2, ge=0)
+
+    def applies(self, observation: Observation) -> str | None:
+        return PrecodeSignal().applies(observation)
+
+    def run(self, target: Target) -> Answer:
+        head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")
+        if head is None:  # the encoder's input is the image itself, or its gradients were changed
+            return PrecodeSignal().run(target)
+        match = Match(Nothing(), (), LBFGS(), self.steps, Start(scale=0.1))
+        problem = Problem(head.target, Nothing(), (FeatureMatch(head.features), TV(self.tv, "smoothed")))
+        solution = solve(head.target, match, problem=problem)
+        return _relabelled(Answer(solution.x, solution.value, iterations=solution.iterations), target)
+
+
+@attack("precode-ignore", adaptive=True)
+@settings
+class PrecodeIgnore(Attack):
+    """Match only the layers up to the bottleneck's encoder."""
+
+    def applies(self, observation: Observation) -> str | None:
+        return _no_bottleneck(observation)
+
+    def run(self, target: Target) -> Answer:
+        return Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target, _before)
+
+
+def _before(target: Target) -> dict[str, Any]:
+    path = bottleneck_path(target.first)
+    names = target.model.trainable
+    cut = next(i for i, n in enumerate(names) if n.startswith(f"{path}.decoder"))
+    return {"keep": names[:cut]}
+
+
+def _relabelled(answer: Answer, target: Target) -> Answer:
+    """The reduced problem knows no classes; the labels are those read from the update."""
+    return Answer(answer.x, answer.score, target.labels, answer.iterations, answer.history)

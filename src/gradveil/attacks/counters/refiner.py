@@ -1,0 +1,119 @@
+"""Against Refiner: what is sent is nearly the true gradient where it matters, so that part is matched, and no more.
+
+Rebuilding what was fed gives an image made to look like noise. But its gradient was pulled to the private image's, the
+more so for critical parameters, so the private image nearly explains the update while natural images that do are few.
+
+1. Repeated updates of one batch start from noise of their own: their mean is nearer to the true gradient.
+2. The update is matched under Refiner's own weights (1 + |g·θ| / largest)½ · τ^layer, with the update sent in place of
+   the true gradient, and only in the `share` of each tensor's parameters that weigh most.
+3. How strong the prior has to be is not guessed: the adversary refines public images itself, attacks them with each
+   prior weight, and takes the one that serves best there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.counters.noise_likelihood import average
+from gradveil.attacks.matching.distances import Cosine
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.fed_images import defense_part
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Observation, Tensors, Update, generator
+from gradveil.defenses.base import Setup, Step
+from gradveil.defenses.batch.refiner.defense import Refiner, Utility
+
+WEIGHTS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of TV
+USUAL = 1e-2  # where none can be tried out
+TRIED = 4  # public images that the weight is chosen by
+
+
+@attack("refiner-partial", adaptive=True)
+@settings
+class RefinerPartial(Attack):
+    """Average, match what Refiner keeps close, under a prior tried out on public images."""
+
+    share: float = Field(default=0.5, gt=0, le=1)  # of a tensor's parameters that count
+    tv: float | None = Field(default=None, gt=0)  # None: tried out on public images, where there are any
+    steps: int | None = Field(default=None, ge=1)
+
+    def applies(self, observation: Observation) -> str | None:
+        return None if defense_part(observation, "refiner") is not None else "the defense is not refiner"
+
+    def run(self, target: Target) -> Answer:
+        averaged = target.about([average(o) for o in target.observations], target.labels)
+        weight = self.tv or self._tried(averaged)
+        x, residual, used = self._match(averaged, (weight,))
+        return Answer(x[:, 0], residual[:, 0], iterations=used)
+
+    def _match(self, target: Target, weights: tuple[float, ...]) -> tuple[Tensor, Tensor, int]:
+        """Images (victims × weights × B × …), residuals and steps, for several prior weights at once."""
+        each = len(weights)
+        priors = (TV(torch.tensor(weights).repeat(target.shape[0])),)
+        steps = self.steps or steps_for(target, 800)
+        match = Match(Cosine(), priors, Adam(0.1, signed=True), steps, restarts=each, box=True)
+        problem = Problem(target, match.distance, priors, restarts=each, weights=self._kept(target))
+        found = solve(target, match, problem=problem)
+        shape = (target.shape[0], each)
+        return found.x.unflatten(0, shape), found.residual.unflatten(0, shape), found.iterations
+
+    def _kept(self, target: Target) -> Tensors:
+        """Refiner's weights for each victim, 0 for those of little weight."""
+        known = defense_part(target.first, "refiner")
+        parameters = target.model.parameters(target.state)
+        rows = [Utility(o.update.tensors, parameters, known.tau, "normalised").weights for o in target.observations]
+        return {name: torch.stack([self._largest(row[name]) for row in rows]) for name in rows[0]}
+
+    def _largest(self, weight: Tensor) -> Tensor:
+        cut = weight.flatten().kthvalue(max(1, round(weight.numel() * (1 - self.share)))).values
+        return weight * (weight >= cut)
+
+    def _tried(self, target: Target) -> float:
+        """The prior weight that serves best on public images which the adversary has refined itself."""
+        public = target.knowledge.public
+        if public is None or target.training.kind != "gradient" or len(public) < TRIED * target.shape[1]:
+            return USUAL
+        trial, truth = _rehearsal(target, public)
+        x, _, _ = self._match(trial, WEIGHTS)
+        error = (trial.denormalize(x).clamp(0, 1) - truth[:, None]).square().flatten(2).mean((0, 2))
+        return WEIGHTS[int(error.argmin())]
+
+
+def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
+    """Victims of the adversary's own, from public images: what they would send, and what is true."""
+    known, first, size = defense_part(target.first, "refiner"), target.first, target.shape[1]
+    rng = generator(target.rng.initial_seed(), "refiner-rehearsal")
+    memory = _prepared(known, first, public, rng)
+    picked = torch.randperm(len(public), generator=rng)[: TRIED * size].view(TRIED, size)
+    observations, truth, labels = [], [], []
+    for rows in picked:
+        batch = Batch(public.x[rows], public.hard_labels[rows])
+        updates = []
+        for _ in range(max(1, target.sightings)):
+            step = Step(first.model, first.state, batch, first.mean, first.std, first.num_classes, rng, memory)
+            step.batch = known.batch(batch, step)
+            step.noise = first.model.draw_noise(size, rng)
+            updates.append(step.gradient(step.batch))
+        mean = {n: torch.stack([u[n] for u in updates]).mean(0) for n in updates[0]}
+        sighting = replace(first.seen[0], update=Update(mean, "gradient", size))
+        observations.append(replace(first, seen=(sighting,), knowledge=replace(first.knowledge, secrets={})))
+        truth.append(batch.x)
+        labels.append(batch.y)
+    return Target(observations, torch.stack(labels), rng, target.budget), torch.stack(truth)
+
+
+def _prepared(known: Refiner, first: Observation, public: Batch, rng: torch.Generator) -> Any:
+    """Refiner's evaluator, trained on public images."""
+    some = Batch(public.x[:1000], public.hard_labels[:1000])
+    setup = Setup(first.model, first.state, some, None, first.num_classes, first.mean, first.std, rng=rng)
+    return known.prepare(setup)

@@ -1,0 +1,45 @@
+"""Against Soteria (Balunović et al. 2022): leave the protected layer out of the match; the others tell enough.
+
+Which layer it is needs no secret: its weight gradient has columns of exact zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.swift import Swift
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation
+
+
+@attack("soteria-drop", adaptive=True, targets="any")
+@settings
+class SoteriaDrop(Attack):
+    """Match all but the tensors with zeroed columns."""
+
+    def applies(self, observation: Observation) -> str | None:
+        return None if _protected(observation) else "no weight gradient has columns of exact zeros"
+
+    def run(self, target: Target) -> Answer:
+        return Swift().reconstruct(target, _others)
+
+
+def _others(target: Target) -> dict[str, Any]:
+    dropped = {name for o in target.observations for name in _protected(o)}
+    return {"keep": [n for n in target.model.trainable if n not in dropped]}
+
+
+def _protected(observation: Observation) -> list[str]:
+    return [name for name, t in observation.update.tensors.items() if t.ndim == 2 and _masked(t)]
+
+
+def _masked(weight: Tensor) -> bool:
+    """Some columns zero in every row, the others in hardly any: a mask over inputs, not a dead unit or plain pruning."""
+    zero = weight == 0
+    columns = zero.all(0)
+    rest = zero[:, ~columns]
+    return bool(columns.float().mean() > 0.005 and rest.numel() and rest.float().mean() < 0.5)

@@ -1,0 +1,1 @@
+"""Counters that need no insight into a defense: they only need to run it."""

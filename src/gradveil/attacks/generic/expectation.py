@@ -1,0 +1,151 @@
+"""Against any defense that can be run: match what it would make of our image, in expectation over its draws.
+
+At every step the candidate images go through the adversary's own copy of the defense — data, batch, gradient and update
+stage — several times with fresh draws, and the mean of what comes out is compared with what was sent (expectation over
+transformation, Athalye et al. 2018). A gradient is taken through the update stage where it has one; where rounding,
+sorting or a search has cut it, and through stages that see images, straight through: forward as the defense acts,
+backward as if it did nothing. What costs many rounds a step is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import steps_for
+from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
+from gradveil.attacks.matching.distances import Cosine, Distance
+from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.starts import Start
+from gradveil.attacks.matching.swift import Swift
+from gradveil.attacks.registry import attack
+from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Observation, Tensors, generator
+from gradveil.defenses.base import Step
+from gradveil.defenses.update.none import Nothing
+
+DEAR = 20.0  # rounds of an undefended client that one round of the defense may cost
+
+
+@attack("expectation")
+@settings
+class Expectation(Attack):
+    """Match the mean defended update over fresh draws of the defense."""
+
+    draws: int = Field(default=2, ge=1)  # a step; one where the defense draws nothing
+    steps: int = Field(default=400, ge=1)
+    tv: float = Field(default=1e-2, ge=0)  # strong, as under noise
+
+    def applies(self, observation: Observation) -> str | None:
+        defense = observation.knowledge.defense
+        if defense is None or not set(defense.stages) - {"model"}:
+            return "the defense changes nothing that could be rehearsed"
+        if observation.knowledge.training.kind != "gradient":
+            return "it follows one gradient, not a local training"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        client = copy_of_client(target, target.knowledge.public)
+        _affordable(target, client)
+        draws = self.draws if client.defense.random else 1
+        steps = steps_for(target, self.steps, least=2)
+        match = Match(Cosine(), (TV(self.tv),), Adam(0.1, signed=True), steps, box=True, restarts=2)
+        problem = _Defended(target, match, client, draws)
+        # One start is where matching ends that ignores the defense, the other knows nothing. Both are also judged as
+        # they were, in the end, by the same draws.
+        plain = Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target).x
+        start = torch.stack([plain, Start().draw(target, 1, target.rng)], 1).flatten(0, 1)
+        solution = solve(target, match, problem=problem, start=start)
+        options = torch.stack([*solution.x.unflatten(0, (-1, 2)).unbind(1), plain], 1)
+        expected = torch.stack([problem.expected(options[:, i]) for i in range(3)], 1)
+        pick = torch.nan_to_num(expected, nan=torch.inf).argmin(1)
+        rows = torch.arange(len(pick))
+        return Answer(options[rows, pick], expected[rows, pick], iterations=solution.iterations)
+
+
+def _affordable(target: Target, client: Client) -> None:
+    images = torch.rand(target.shape[1:], generator=generator("expectation"))
+    batch = Batch(images, target.labels[0] if target.labels.ndim == 2 else target.labels[0].argmax(-1))
+    plain = copy_of_client(target, target.knowledge.public, Nothing())
+    ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
+    if ratio > DEAR:
+        raise UserError(
+            f"attack 'expectation' does not apply: one round of the defense costs as much as {ratio:.0f} without it."
+        )
+
+
+class _Defended(Problem):
+    """The match, with the defense between the candidate and its update."""
+
+    def __init__(self, target: Target, match: Match, client: Client, draws: int):
+        super().__init__(target, match.distance, match.priors, restarts=match.restarts)
+        self.client, self.draws, self.calls = client, draws, 0
+        self.sloped: dict[str, bool] = {}  # which tensors keep a slope through the update stage
+
+    def mismatch(
+        self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
+    ) -> Tensor:
+        picked = torch.arange(len(x)) if rows is None else rows
+        self.calls += 1
+        total = torch.zeros(len(x))
+        for i, state in enumerate(self.states):
+            drawn = [self._defended(x, self.labels[picked], state, (self.calls, i, d)) for d in range(self.draws)]
+            found = {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
+            total = total + self.compare(found, rows, i, distance)
+        return total / len(self.states)
+
+    def expected(self, x: Tensor) -> Tensor:
+        """The mismatch of one image set a victim, by the same draws whenever it is asked."""
+        self.calls = -1
+        return self.mismatch(x, torch.arange(len(x)) * self.restarts)
+
+    def _defended(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> Tensors:
+        """One defended update of each row of candidate images. All rows see the same draws."""
+        steps, images, labels = zip(*(self._fed(*row, state, key) for row in zip(x, y, strict=True)), strict=True)
+        noise = {n: torch.stack([s.noise[n] for s in steps]) for n in steps[0].noise}
+        plain = self.client.model.gradients(state, torch.stack(images), torch.stack(labels), noise)
+        sent = [self._sent({n: t[k] for n, t in plain.items()}, step) for k, step in enumerate(steps)]
+        return {n: torch.stack([row[n] for row in sent]) for n in self.names}
+
+    def _fed(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> tuple[Step, Tensor, Tensor]:
+        """What the defense makes of one row's images and labels, with the slope of the images themselves."""
+        client, rng = self.client, generator("expectation", *key)
+        with torch.no_grad():
+            shown = Batch(self.target.denormalize(x.detach()).clamp(0, 1), y)
+            step = Step(client.model, state, shown, client.mean, client.std, client.num_classes, rng, client.memory)
+            step.batch = client.defense.batch(client.defense.data(shown, step), step)
+            same = len(step.batch) == len(x)
+            step.noise = client.model.draw_noise(len(x), rng)
+        if not same:
+            return step, x, y
+        return step, x + (step.normalize(step.batch.x) - self.target.normalize(shown.x)).detach(), step.batch.y
+
+    def _sent(self, plain: Tensors, step: Step) -> Tensors:
+        """What the defense makes of one row's gradient."""
+        defense = self.client.defense
+        with torch.no_grad():
+            changed = defense.gradient({n: t.detach() for n, t in plain.items()}, step)
+        before = {n: t + (changed[n] - t).detach() for n, t in plain.items()}
+        after = defense.update(before, step)
+        return {n: self._through(n, before[n], t) for n, t in after.items()}
+
+    def _through(self, name: str, before: Tensor, after: Tensor) -> Tensor:
+        """A tensor with a gradient: its own where the stage left one, else straight through."""
+        if not before.requires_grad:
+            return after
+        if name not in self.sloped:
+            self.sloped[name] = _has_slope(after, before)
+        return after if self.sloped[name] else before + (after - before).detach()
+
+
+def _has_slope(after: Tensor, before: Tensor) -> bool:
+    if not after.requires_grad:
+        return False
+    (slope,) = torch.autograd.grad(after.sum(), before, retain_graph=True, allow_unused=True)
+    return slope is not None and bool(slope.any())

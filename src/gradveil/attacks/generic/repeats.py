@@ -1,0 +1,70 @@
+"""Against any randomness: a client that trains on the same images again draws anew, and the draws average out.
+
+Updates of one state are averaged entry by entry, over those sightings in which the entry was sent at all (an exact zero
+beside other values was left out, not measured). What is left is matched as ever. Nothing is known of the defense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.matching.swift import Swift
+from gradveil.attacks.registry import attack
+from gradveil.core.settings import settings
+from gradveil.core.types import Observation, Sighting, Update
+
+
+@attack("repeats")
+@settings
+class Repeats(Attack):
+    """Average several sightings of the same data on the same state, then match."""
+
+    def applies(self, observation: Observation) -> str | None:
+        groups = _groups(observation)
+        if max(len(g) for g in groups) < 2:
+            return "no state was seen with more than one update of the same data"
+        if all(_alike(group) for group in groups):
+            return "the updates of one state are all the same, so there is nothing to average"
+        return None
+
+    def run(self, target: Target) -> Answer:
+        merged = [merge(o) for o in target.observations]
+        # Labels read off a single update are as uncertain as it is.
+        labels = (
+            target.labels if target.knowledge.labels is not None else torch.stack([infer_labels(o) for o in merged])
+        )
+        averaged = target.about(merged, labels)
+        found = Swift().reconstruct(averaged)
+        return replace(found, labels=labels if labels.ndim == 2 else labels.argmax(-1))
+
+
+def merge(observation: Observation) -> Observation:
+    """One sighting for each state: the mean of its updates."""
+    return replace(observation, seen=tuple(_mean(group) for group in _groups(observation)))
+
+
+def _groups(observation: Observation) -> list[list[Sighting]]:
+    found: dict[tuple[int, int], list[Sighting]] = {}
+    for sighting in observation.seen:
+        found.setdefault((id(sighting.state), sighting.group), []).append(sighting)
+    return list(found.values())
+
+
+def _alike(group: list[Sighting]) -> bool:
+    first = group[0].update.tensors
+    return all(torch.equal(s.update.tensors[n], t) for s in group[1:] for n, t in first.items())
+
+
+def _mean(group: list[Sighting]) -> Sighting:
+    first = group[0].update
+    tensors = {n: _sent_mean(torch.stack([s.update.tensors[n] for s in group])) for n in first.tensors}
+    return replace(group[0], update=Update(tensors, first.kind, first.examples))
+
+
+def _sent_mean(values: Tensor) -> Tensor:
+    return values.sum(0) / (values != 0).sum(0).clamp_min(1)

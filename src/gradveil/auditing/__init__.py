@@ -1,0 +1,1 @@
+"""Audits: spec → case → plan (cells) → run (workers) → verdict (summary.json)."""

@@ -1,0 +1,66 @@
+"""`gradveil.auditing`: an audit from Python, on names or on your own objects."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradveil.attacks.base import Attack
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import parse_size
+from gradveil.auditing.progress import display_on
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import SUITE, make_spec, read_spec
+from gradveil.defenses.base import Defense
+from gradveil.report import Report
+
+
+def audit(
+    data: Any = None,
+    model: Any = None,
+    defenses: str | Defense | Sequence[str | Defense] | None = None,
+    attacks: str | Attack | Sequence[str | Attack] = SUITE,
+    *,
+    budget: str | None = None,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    memory: str | int | None = None,
+    device: str = "cpu",
+    ray: str | None = None,
+    quiet: bool = False,
+    config: str | Path | None = None,
+    **more: Any,
+) -> Report:
+    """Play the curious server against your model, your data and your defenses.
+
+    `data` is a name, a path, a torch Dataset or (x, y) tensors with pixels in [0, 1]; `model` a name or any module. The
+    control `none` is always added. `more` are the other settings of an audit: victims, batch_size, local_steps,
+    knowledge, seed, utility … With `out`, the run is stored there and the same call resumes it; without, the folder is
+    temporary and goes with the report, unless `report.save` copies it. Objects are audited in this process, names and
+    `pkg.mod:factory` by `workers` processes, or by the Ray cluster at the address `ray`. `memory` (bytes, or "4G") bounds
+    what batched computations take.
+    """
+    named = {"data": data, "model": model, "defenses": defenses, "budget": budget}
+    given = {key: value for key, value in named.items() if value is not None} | more
+    if config is None or attacks != SUITE:
+        given["attacks"] = attacks
+    case = Case(make_spec(given) if config is None else read_spec(Path(config), **given))
+    size = memory if memory is None or isinstance(memory, int) else parse_size(memory)
+    how: dict[str, Any] = {"workers": workers, "memory": size, "device": device, "ray": ray}
+    how["display"] = display_on(Console(stderr=True), quiet)
+    if out is not None:
+        return run_audit(case, Path(out), **how)
+    folder = Path(tempfile.mkdtemp(prefix="gradveil-"))
+    try:
+        report = run_audit(case, folder, **how)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
+    return report

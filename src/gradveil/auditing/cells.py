@@ -1,0 +1,389 @@
+"""The work of each kind of cell. Whatever process runs one, the same case and key give the same numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil import models
+from gradveil.attacks.base import Attack, Target
+from gradveil.attacks.budget import row_bytes
+from gradveil.auditing.case import Case
+from gradveil.auditing.device import OnDevice, moved, returned
+from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, OutOfMemory, out_of_memory
+from gradveil.auditing.plan import Cell
+from gradveil.auditing.spec import CONTROL, Utility
+from gradveil.auditing.store import RunFolder
+from gradveil.client import Client
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, Observation, Reconstruction, Sighting, Tensors, Trace, Update, observe
+from gradveil.defenses.base import Defense
+from gradveil.federation import History, train, train_central
+from gradveil.federation.rounds import seeded
+from gradveil.metrics import Scores, baseline, score_all, summarize
+from gradveil.storage.files import DiskFull
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Work:
+    """A cell with all that it may use."""
+
+    cell: Cell
+    case: Case
+    folder: RunFolder
+    progress: Progress
+    limits: Limits
+
+    @property
+    def defense(self) -> Defense:
+        return self.case.defenses[self.cell.defense]
+
+    @property
+    def attack(self) -> Attack | None:
+        return self.case.attack(self.cell.attack) if self.cell.attack else None
+
+    def stage(self, _: str, done: int, total: int) -> None:
+        """Progress of a defense or a training, which name what they are at."""
+        self.progress(done, total)
+
+    def needed(self, kind: str) -> Tensors | None:
+        """The tensors of the cell of this kind that was waited for."""
+        for key in self.cell.needs:
+            if self.folder.outcome(key)["kind"] == kind:
+                return self.folder.tensors(key)
+        return None
+
+
+def run_cell(
+    cell: Cell, case: Case, folder: RunFolder, progress: Progress, limits: Limits = NO_LIMITS
+) -> dict[str, Any]:
+    """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on.
+
+    A first try that runs out of memory raises `OutOfMemory`, and nothing is stored.
+    """
+    blocked = next((found for key in cell.needs if (found := folder.outcome(key))["status"] != "ok"), None)
+    if blocked:
+        why = {"status": blocked["status"], "error": blocked["error"], "traceback": blocked.get("traceback")}
+        return folder.write(cell, why)
+    begun = time.perf_counter()
+    try:
+        # A method that draws from torch's global stream must not depend on what ran before it in this process.
+        with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
+            content, tensors = _DO[cell.kind](Work(cell, case, folder, progress, limits))
+    except DiskFull:  # no fault of the method's, and nothing can be stored
+        raise
+    except UserError as error:  # a method that says it does not fit here
+        return folder.write(cell, {"status": "not applicable", "error": str(error)})
+    except (Exception, SystemExit) as error:  # a user's model may do anything
+        if out_of_memory(error) and not limits.again:
+            raise OutOfMemory(str(error)) from None
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        return folder.write(cell, {"status": "failed", "error": line[:300], "traceback": traceback.format_exc()})
+    return folder.write(cell, {"seconds": time.perf_counter() - begun, **content}, tensors)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums over threads round differently, so cells use one; it is also the fastest for many small ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Result = tuple[dict[str, Any], Tensors | None]
+
+
+# -- observe: what the clients send ----------------------------------------------------------------------------------
+
+
+def _observe(work: Work, *, everything: bool = False) -> Result:
+    """The updates of all victims, and what only the judge knows: the images fed and the secrets, unless no pictures
+    are to be written."""
+    private = everything or work.case.spec.pictures != "none"
+    case, defense = work.case, work.defense
+    function, state = case.function(defense, work.attack, work.needed("train"))
+    client = _client(work, function, state, defense)
+    # The same victims on the same weights, as far as the defense has left them in place.
+    none = case.defenses[CONTROL]
+    plain, plain_state = case.function(none, work.attack, state)
+    undefended = _client(work, plain, plain_state, none)
+    stored: Tensors = {}
+    changes, silent, broken = [], 0, 0
+    for v in range(case.spec.victims):
+        batch = case.batch(v)
+        protected, hidden = client.protect(state, batch, v)
+        for u in range(case.spec.updates):
+            update, trace = client.round(state, batch, v, u, protected=protected)
+            stored |= {f"{v}/{u}/update/{n}": t for n, t in update.tensors.items()}
+            if private:
+                stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**hidden, **trace.secrets}.items()}
+                stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}
+            silent += not any(bool(t.any()) for t in update.tensors.values())
+            broken += not all(bool(t.isfinite().all()) for t in update.tensors.values())
+            if u == 0:
+                reference, _ = undefended.round(plain_state, batch, v, u)
+                changes.append(_change(update.tensors, reference.tensors))
+        work.progress(v + 1, case.spec.victims)
+    content = {
+        "gradient": _mean_change(changes),
+        "changes": [c and {"cosine": finite(c[0]), "noise_ratio": finite(c[1])} for c in changes],  # victim by victim
+        "zero_updates": silent,
+        "broken_updates": broken,
+    }
+    return content, stored
+
+
+def _client(work: Work, function: ModelFunction, state: Tensors, defense: Defense) -> Client:
+    case, data = work.case, work.case.data
+    return Client(
+        function,
+        defense,
+        case.training,
+        state=state,
+        private=data.private,
+        public=case.public,
+        num_classes=data.num_classes,
+        mean=data.mean,
+        std=data.std,
+        seed=case.spec.seed,
+        cache=work.folder.cache,
+        progress=work.stage,
+    )
+
+
+def _change(sent: Tensors, plain: Tensors) -> tuple[float, float] | None:
+    """Cosine and relative distance to the undefended update, over the tensors that both have."""
+    names = [n for n in plain if n in sent and sent[n].shape == plain[n].shape]
+    if not names:
+        return None
+    ours, theirs = (torch.cat([t[n].double().flatten() for n in names]) for t in (sent, plain))
+    cosine = ours @ theirs / (ours.norm() * theirs.norm()).clamp(min=1e-300)
+    return float(cosine.clamp(-1, 1)), float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
+
+
+def _mean_change(changes: Sequence[tuple[float, float] | None]) -> dict[str, float | None] | None:
+    known = [c for c in changes if c is not None]
+    if not known:
+        return None
+    cosine, ratio = (sum(values) / len(known) for values in zip(*known, strict=True))
+    return {"cosine": finite(cosine), "noise_ratio": finite(ratio)}
+
+
+# -- attack: what can be made of it ----------------------------------------------------------------------------------
+
+
+def _attack(work: Work) -> Result:
+    case, attack = work.case, work.attack
+    assert attack is not None
+    tampering = attack if type(attack).tamper is not Attack.tamper else None
+    function, state = case.function(work.defense, tampering, work.needed("train"))
+    observations, traces = _observations(work, function, state)
+    for observation in observations:
+        attack._check(observation)
+    found = _carry_out(work, attack, observations)
+    originals = [case.batch(v) for v in range(case.spec.victims)]
+    # An answer that is not finite is scored as mid-grey and counted, not replaced by something presentable.
+    images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in found]
+    scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], images, pool=case.pool)
+    rows = [{"against": "original", **summarize(scores), "label_accuracy": _label_accuracy(originals, found)}]
+    shown = [torch.nan_to_num(i[s.order], nan=0.5) for i, s in zip(images, scores, strict=True)]
+    tensors = {"original": torch.stack([b.x for b in originals]), "reconstruction": torch.stack(shown)}
+    fed = [t.fed for t in traces]
+    if all(f.x.shape == b.x.shape for f, b in zip(fed, originals, strict=True)):
+        tensors["fed"] = torch.stack([f.x for f in fed])
+        if not torch.equal(tensors["fed"], tensors["original"]):
+            again = score_all(
+                [f.x for f in fed], [f.hard_labels for f in fed], images, pool=case.strangers, against="fed"
+            )
+            rows.append({"against": "fed", **summarize(again), "label_accuracy": _label_accuracy(fed, found)})
+    lost = [r.failed for r in found if r.failed]
+    content = {
+        "status": "failed" if len(lost) == len(found) else "ok",
+        "error": lost[0] if lost else None,
+        "rows": rows,
+        "victims": list(_by_image(originals, scores, found)),
+        "history": {k: [finite(v) for v in values] for k, values in found[0].history.items()},
+        "seconds": sum(r.seconds for r in found),
+        "iterations": max(r.iterations for r in found),
+        "granted": observations[0].knowledge.granted(),
+    }
+    return content, None if case.spec.pictures == "none" else tensors
+
+
+def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
+    """The attack itself, within the limits and on the device that it is given."""
+    spec, limits = work.case.spec, work.limits
+    memory = limits.memory
+    if limits.again:
+        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
+        restarts = getattr(attack, "restarts", 1)
+        taken = row_bytes(whole) * len(observations) * (max(1, restarts) if isinstance(restarts, int) else 1)
+        memory = min(taken, memory or taken) // 2
+    how: dict[str, Any] = {"seed": spec.seed, "budget": spec.budget, "progress": work.progress}
+    how |= {"memory": memory, "cache": work.folder.cache}
+    if limits.device == CPU:
+        return attack(observations, **how)
+    with OnDevice(limits.device):
+        return returned(attack(moved(observations, limits.device), **how))
+
+
+def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[list[Observation], list[Trace]]:
+    """The stored updates as the adversary sees them, and the traces that only the judge reads."""
+    case, stored = work.case, work.needed("observe")
+    assert stored is not None
+    if case.spec.pictures == "none":  # then images were not stored; the same seeds give the same ones
+        stored = {**(_observe(work, everything=True)[1] or {}), **stored}
+    parts: dict[tuple[int, int], dict[str, Tensors]] = {}
+    for path, tensor in stored.items():
+        victim, draw, what, name = path.split("/", 3)
+        parts.setdefault((int(victim), int(draw)), {}).setdefault(what, {})[name] = tensor
+    observations, traces = [], []
+    for v in range(case.spec.victims):
+        draws = [parts[v, u] for u in range(case.spec.updates)]
+        # The secrets of later updates stand beside those of the first, under a name of their own.
+        secrets = {n + (f"@{u}" if u else ""): t for u, d in enumerate(draws) for n, t in d.get("secret", {}).items()}
+        trace = Trace(case.batch(v), Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
+        sent = [
+            Update({n: d["update"][n] for n in function.trainable}, case.training.kind, case.spec.batch_size)
+            for d in draws
+        ]
+        observation = observe(
+            function,
+            [Sighting(state, update) for update in sent],
+            input_shape=case.data.input_shape,
+            num_classes=case.data.num_classes,
+            mean=case.data.mean,
+            std=case.data.std,
+            level=case.spec.knowledge,
+            training=case.training,
+            defense=work.defense,
+            public=case.public,
+            trace=trace,
+            has_classes=case.data.has_classes,
+        )
+        observations.append(observation)
+        traces.append(trace)
+    return observations, traces
+
+
+def _label_accuracy(truth: Sequence[Batch], found: Sequence[Reconstruction]) -> float | None:
+    """The share of labels named rightly; an update does not tell their order, so only how often each occurs counts."""
+    if any(r.labels is None or r.labels.ndim == 2 for r in found):  # rows of targets are not counted
+        return None
+    right = sum(_common(b.hard_labels, r.labels) for b, r in zip(truth, found, strict=True) if r.labels is not None)
+    return right / sum(len(b) for b in truth)
+
+
+def _common(truth: Tensor, guess: Tensor) -> int:
+    return (Counter(truth.tolist()) & Counter(guess.tolist())).total()
+
+
+def _by_image(
+    originals: Sequence[Batch], scores: Sequence[Scores], found: Sequence[Reconstruction]
+) -> Iterator[dict[str, Any]]:
+    for v, (batch, score, answer) in enumerate(zip(originals, scores, found, strict=True)):
+        for i in range(len(batch)):
+            guess = None
+            if answer.labels is not None and answer.labels.ndim == 1:
+                guess = int(answer.labels[score.order[i]])
+            yield {
+                "victim": v,
+                "image": i,
+                **{name: _number(getattr(score, name), i) for name in ("psnr", "ssim", "mse", "lpips")},
+                "identified": None if score.identified is None else bool(score.identified[i]),
+                "rank": None if score.rank is None else int(score.rank[i]),
+                "failed": bool(score.failed[i]),
+                "label": int(batch.y[i]) if batch.y.ndim == 1 else None,
+                "label_guess": guess,
+            }
+
+
+def _number(values: Tensor | None, place: int) -> float | None:
+    return None if values is None else finite(float(values[place]))
+
+
+def finite(value: float) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
+# -- baseline: what is known without any update -----------------------------------------------------------------------
+
+
+def _baseline(work: Work) -> Result:
+    """The mean public image of the class, which an adversary that has read the label can always show."""
+    case = work.case
+    originals = [case.batch(v) for v in range(case.spec.victims)]
+    guesses = []
+    for batch in originals:
+        if case.public is None:
+            guesses.append(torch.full_like(batch.x, 0.5))
+        elif case.data.public_from is not None:  # its classes are others
+            guesses.append(baseline(case.public, None, len(batch)))
+        else:
+            guesses.append(baseline(case.public, batch.y))
+    scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], guesses, pool=case.pool)
+    return {"rows": [{"against": "original", **summarize(scores)}]}, None
+
+
+# -- train and utility: federated training under the defense -----------------------------------------------------------
+
+
+def _train(work: Work) -> Result:
+    """The state in which the model is attacked, trained under the same defense."""
+    case, spec = work.case, work.case.spec
+    shared: dict[str, Any] = {"seed": spec.seed, "progress": work.stage, "cache": work.folder.cache}
+    if spec.trained_epochs:
+        epochs = spec.trained_epochs
+        return {}, train_central(case.server, case.data, work.defense, epochs=epochs, loss=case.loss, **shared)
+    federation = _federation(case, Utility())
+    rounds, loss = spec.trained_rounds, spec.loss
+    history = train(case.server, case.data, work.defense, rounds=rounds, loss=loss, **federation, **shared)
+    return {"history": _curves(history)}, history.state
+
+
+def _utility(work: Work) -> Result:
+    case, how = work.case, work.case.spec.utility
+    assert how is not None
+    data, seed = case.data, case.spec.seed
+    module = models.build(how.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
+    shared: dict[str, Any] = {"seed": seed, "progress": work.stage, "cache": work.folder.cache}
+    shared["loss"] = case.spec.loss
+    history = train(module, data, work.defense, rounds=how.rounds, **_federation(case, how), **shared)
+    return {"history": _curves(history), "events": history.events}, None
+
+
+def _federation(case: Case, how: Utility) -> dict[str, Any]:
+    """As many clients and images as asked for, or as there are."""
+    clients = min(how.clients, len(case.data.private))
+    images = min(how.images, len(case.data.private) // clients)
+    return {"clients": clients, "images_per_client": images, "lr": how.lr, "defended": how.defended}
+
+
+def _curves(history: History) -> dict[str, list[float | None]]:
+    names = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
+    return {name: list(getattr(history, name)) for name in names}
+
+
+_DO: dict[str, Callable[[Work], Result]] = {
+    "baseline": _baseline,
+    "train": _train,
+    "observe": _observe,
+    "attack": _attack,
+    "utility": _utility,
+}

@@ -1,0 +1,72 @@
+"""Attacks on another device with the code that runs on a CPU.
+
+Random numbers are drawn on the CPU, so that the starts are the same everywhere, and then moved; every other new tensor
+is made on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from gradveil.core.types import Batch, Knowledge, Observation, Reconstruction, Sighting, Tensors, Update
+
+
+class OnDevice(TorchFunctionMode):
+    """While it lasts, new tensors are on the device unless somebody says where."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func not in _device_constructors() or given.get("device") is not None:
+            return func(*args, **given)
+        random = given.get("generator")
+        if random is not None and random.device != self.device:
+            return func(*args, **given).to(self.device)
+        return func(*args, **{**given, "device": self.device})
+
+
+def moved(observations: Sequence[Observation], device: torch.device) -> list[Observation]:
+    """The observations with all their tensors on the device; those that share a model or a state still do."""
+    models: dict[int, Any] = {}
+    states: dict[int, Tensors] = {}
+
+    def there(tensors: Any) -> Tensors:
+        return {name: t.to(device) for name, t in tensors.items()}
+
+    def sighting(seen: Sighting) -> Sighting:
+        state = states.setdefault(id(seen.state), there(seen.state))
+        sent = seen.update
+        return Sighting(state, Update(there(sent.tensors), sent.kind, sent.examples), seen.group)
+
+    def known(k: Knowledge) -> Knowledge:
+        public = None if k.public is None else Batch(k.public.x.to(device), k.public.y.to(device))
+        labels = None if k.labels is None else k.labels.to(device)
+        return replace(k, public=public, labels=labels, secrets=there(k.secrets))
+
+    found = []
+    for o in observations:
+        if id(o.model) not in models:
+            models[id(o.model)] = copy.copy(o.model)
+            models[id(o.model)].module = copy.deepcopy(o.model.module).to(device)
+        parts: dict[str, Any] = {"model": models[id(o.model)], "seen": tuple(sighting(s) for s in o.seen)}
+        found.append(replace(o, **parts, mean=o.mean.to(device), std=o.std.to(device), knowledge=known(o.knowledge)))
+    return found
+
+
+def returned(found: Sequence[Reconstruction]) -> list[Reconstruction]:
+    def here(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.cpu()
+
+    return [replace(r, images=r.images.cpu(), labels=here(r.labels)) for r in found]

@@ -1,0 +1,82 @@
+"""What an audit may use: memory and a device."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradveil.core.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a cell may use. A second try, after memory ran out, gets half of what the first took at once."""
+
+    memory: int | None = None  # bytes that one batched computation may take
+    device: torch.device = CPU
+    again: bool = False
+
+
+NO_LIMITS = Limits()
+
+
+class OutOfMemory(Exception):
+    """A cell's first try ran out of memory: it is worth a second one."""
+
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SHARE = 0.6  # of the machine's memory: the rest is for the models, the data and whoever else is there
+_LEAST = 2**20
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2, of version 1
+
+
+def parse_size(text: str) -> int:
+    """`4G`, `512M` or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < _LEAST:
+        raise UserError(f"--memory '{text}' is not a size of at least 1M; write for instance 4G or 512M.")
+    return size
+
+
+def machine_memory() -> int:
+    """What this process may have at most: the machine's, or what its container is allowed."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 * 2**30
+    for name in _CGROUPS:
+        with suppress(OSError, ValueError):  # there is none, or it says "max"
+            found = min(found, int((Path("/sys/fs/cgroup") / name).read_text()))
+    return found
+
+
+def share_of_memory(total: int | None, workers: int) -> int:
+    """Bytes that one worker's batched computation may take."""
+    return int(total if total is not None else _SHARE * machine_memory()) // max(1, workers)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused; torch on a CPU says so in words only."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device '{name}' is no device; write cpu, cuda, cuda:1 or mps.") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    found = {"cuda": torch.cuda.device_count, "mps": lambda: int(torch.backends.mps.is_available())}
+    if device.type not in found:
+        raise UserError(f"--device '{name}': attacks run on cpu, cuda or mps.")
+    count = found[device.type]()
+    if (device.index or 0) >= count:
+        raise UserError(f"--device '{name}': torch {torch.__version__} finds {count} such devices here.")
+    return device

@@ -1,0 +1,76 @@
+"""From a case to a finished folder: what is stored already is taken, the rest is done, and all of it is judged."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Limits, find_device, share_of_memory
+from gradveil.auditing.plan import Plan, make_plan
+from gradveil.auditing.progress import Display
+from gradveil.auditing.store import RunFolder, default_folder
+from gradveil.auditing.verdict import judge
+from gradveil.auditing.workers import cores, run_here, run_in_workers
+from gradveil.core.errors import UserError
+from gradveil.report import Report, write_report
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C in the middle of a run: what is done is kept."""
+
+    def __init__(self, folder: Path, done: int, total: int):
+        super().__init__(
+            f"stopped; {done} of {total} cells are done and kept in {folder}. The same command goes on from there."
+        )
+
+
+def run_audit(
+    case: Case,
+    out: Path | None = None,
+    *,
+    workers: int | None = None,
+    display: Display | None = None,
+    memory: int | None = None,
+    device: str = "cpu",
+    ray: str | None = None,
+) -> Report:
+    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
+
+    `memory` is what all workers together may take for batched computations, in bytes; `ray` the address of a cluster
+    that does the work instead.
+    """
+    begun, where = time.perf_counter(), find_device(device)
+    if ray is not None and not case.spec.in_words:
+        raise UserError(
+            "--ray needs data, model and methods by name or as pkg.mod:factory: objects stay on this machine."
+        )
+    plan, shown = make_plan(case), display or Display()
+    with RunFolder(out or default_folder(case)).opened(case) as folder:
+        left = [cell for cell in plan if folder.read(cell.key) is None]
+        shown.start(len(plan), len(plan) - len(left))
+        workers = cores() if workers is None else workers
+        here = workers == 0 or not case.spec.in_words
+        limits = Limits(share_of_memory(memory, 1 if here else workers), where)
+        try:
+            if ray is not None:
+                from gradveil.auditing.cluster import run_on_ray
+
+                run_on_ray(left, case, folder, shown, replace(limits, memory=memory), ray)
+            elif here:
+                run_here(left, case, folder, shown, limits)
+            else:
+                run_in_workers(left, case, folder, shown, workers, limits)
+        except KeyboardInterrupt:
+            done = sum(folder.read(cell.key) is not None for cell in plan)
+            raise Stopped(folder.path, done, len(plan)) from None
+        finally:
+            shown.stop()
+        summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
+        folder.finish(summary, time.perf_counter() - begun)
+        write_report(folder.path, case.spec.pictures)
+    return Report(summary, folder.path)
+
+
+__all__ = ["Plan", "Stopped", "run_audit"]

@@ -1,0 +1,1 @@
+"""The vocabulary and the numerics that everything else is built on."""

@@ -1,0 +1,202 @@
+"""Gradients of any torch module as a pure function, for many victims at once, differentiable for attacks.
+
+`x` is N × B × C × H × W: N victims, each with a batch of B images. Two routes give the same numbers: `vmap(grad)` over
+victims, and a loop over them for models that do not vmap. vmap is taken only after it has agreed with the loop on a probe.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
+from torch.nn.parameter import is_lazy
+
+from gradveil.core.errors import UserError
+from gradveil.core.types import LocalTraining, Tensors
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Mode = Literal["eval", "train"]
+Route = Literal["vmap", "loop"]
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy; labels are class numbers or soft."""
+    return F.cross_entropy(logits, y)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of its own, or one line on why there is none. Half precision becomes single: attacks need its digits."""
+    try:
+        own = copy.deepcopy(module)
+        return own.float() if any(p.dtype in (torch.half, torch.bfloat16) for p in own.parameters()) else own
+    except Exception as error:  # a user's own class, which may hold anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"the model cannot be copied ({type(error).__name__}: {reason}).") from None
+
+
+class ModelFunction:
+    """A module as a function of (state, images), in one mode, with the loss that both sides use.
+
+    The module is copied; a state is a dictionary of its parameters and buffers. Random parts of a model take their noise
+    through buffers (`noise`), so that a draw is an input like any other. A submodule may add to the loss by a method
+    `penalty()`, the mean over the images of its last forward pass, given out once and then forgotten.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss = cross_entropy, mode: Mode = "eval"):
+        self.loss_fn = loss
+        self.mode: Mode = mode
+        self.module = copied(module)
+        if any(is_lazy(t) for t in (*self.module.parameters(), *self.module.buffers())):
+            raise UserError("the model has layers without weights (lazy ones); call it on some images once before.")
+        self.module.train(mode == "train")
+        for part in self.module.modules():
+            if getattr(part, "inplace", False):
+                part.inplace = False  # type: ignore[assignment]  # a captured activation must not be overwritten
+        if mode == "train":
+            replace_all_batch_norm_modules_(self.module)  # batch statistics, no running ones: pure
+        self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
+        if not self.trainable:
+            raise UserError("the model has no trainable parameters, so there is no update to attack.")
+        self._penalties = [m for m in self.module.modules() if callable(getattr(m, "penalty", None))]
+        self._routes: dict[tuple[torch.Size, bool], Route] = {}
+
+    def drop_penalties(self) -> None:
+        """Leave out what submodules add to the loss: for a network cut before them."""
+        self._penalties = []
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> Tensors:
+        """A detached copy of the module's own parameters and buffers."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: t.detach().clone() for name, t in named.items()}
+
+    def parameters(self, state: Tensors) -> Tensors:
+        """The part of a state that is trained, in the module's order: what an update speaks of."""
+        return {name: state[name] for name in self.trainable}
+
+    def draw_noise(self, images: int, rng: torch.Generator) -> Tensors:
+        """A draw for every random part of the model: a submodule with `draw(images, rng)` reads it from its buffer `noise`."""
+        parts = [(path, m) for path, m in self.module.named_modules() if callable(getattr(m, "draw", None))]
+        return {f"{path}.noise" if path else "noise": m.draw(images, rng) for path, m in parts}  # type: ignore[operator]
+
+    # -- one victim --------------------------------------------------------------------------------------------------
+
+    def __call__(self, state: Tensors, x: Tensor, noise: Tensors | None = None) -> Tensor:
+        output = self._forward(state, x, noise)
+        for part in self._penalties:
+            part.penalty()  # type: ignore[operator]  # taken out, so that the module keeps nothing of the images
+        return output
+
+    def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
+        return functional_call(self.module, {**state, **(noise or {})}, (x,))  # type: ignore[no-any-return]
+
+    def loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
+        value = self.loss_fn(self._forward(state, x, noise), y)
+        for part in self._penalties:
+            value = value + part.penalty()  # type: ignore[operator]
+        return value
+
+    def _one(self, parameters: Tensors, fixed: Tensors, x: Tensor, y: Tensor, noise: Tensors) -> Tensors:
+        return grad(lambda p: self.loss({**fixed, **p}, x, y, noise))(parameters)  # type: ignore[no-any-return]
+
+    def gradient(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensors:
+        """The gradient of one batch, detached: what an undefended client computes."""
+        parameters = {k: v.detach().requires_grad_() for k, v in self.parameters(state).items()}
+        with torch.enable_grad():
+            value = self.loss({**state, **parameters}, x, y, noise)
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        zero_filled = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True))
+        return dict(zip(parameters, zero_filled, strict=True))
+
+    # -- many victims ------------------------------------------------------------------------------------------------
+
+    def gradients(
+        self,
+        state: Tensors,
+        x: Tensor,
+        y: Tensor,
+        noise: Tensors | None = None,
+        *,
+        stacked: bool = False,
+        route: Route | None = None,
+    ) -> Tensors:
+        """Gradients of N victims' batches, stacked along the first axis and differentiable in `x`, `y` and `state`.
+
+        With `stacked`, the trainable tensors of `state` have a first axis of N (each victim its own weights).
+        """
+        route = route or self.route(state, x, y, noise, stacked=stacked)
+        noise = noise or {}
+        parameters = self.parameters(state)
+        fixed = {k: v for k, v in state.items() if k not in parameters}
+        dims = (0 if stacked else None, None, 0, 0, 0)
+        if route == "vmap":
+            return vmap(self._one, in_dims=dims, randomness="different")(parameters, fixed, x, y, noise)  # type: ignore[no-any-return]
+        rows = []
+        for n in range(len(x)):
+            own = {k: v[n] for k, v in parameters.items()} if stacked else parameters
+            rows.append(self._one(own, fixed, x[n], y[n], {k: v[n] for k, v in noise.items()}))
+        return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+
+    def route(
+        self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, stacked: bool = False
+    ) -> Route:
+        """`vmap` if it runs on this model and agrees with one victim at a time on a probe of this shape."""
+        key = (x.shape[1:], stacked)
+        if key not in self._routes:
+            self._routes[key] = "vmap" if self._vmap_agrees(state, x, y, noise or {}, stacked) else "loop"
+        return self._routes[key]
+
+    def _vmap_agrees(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors, stacked: bool) -> bool:
+        pick = slice(0, 2)
+        probe = torch.rand(x[pick].shape, generator=torch.Generator().manual_seed(0)).to(x)
+        noise = {k: v[pick].detach() for k, v in noise.items()}
+        small = {k: (v[pick] if stacked and k in self.trainable else v).detach() for k, v in state.items()}
+        try:
+            fast = self.gradients(small, probe, y[pick].detach(), noise, stacked=stacked, route="vmap")
+        except RuntimeError:  # data-dependent control flow, in-place changes: what vmap refuses
+            return False
+        if self.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules()):
+            return True  # fresh draws differ from call to call, so there is nothing to compare
+        slow = self.gradients(small, probe, y[pick].detach(), noise, stacked=stacked, route="loop")
+        error = sum(((fast[k] - slow[k]) ** 2).sum() for k in slow)
+        return bool(error <= 1e-6 * sum((g**2).sum() for g in slow.values()))
+
+    # -- local training ----------------------------------------------------------------------------------------------
+
+    def updates(
+        self, state: Tensors, x: Tensor, y: Tensor, training: LocalTraining, noise: Tensors | None = None
+    ) -> Tensors:
+        """What N victims would send after their local training on `x`: gradients, or weight deltas, differentiable."""
+        if training.kind == "gradient":
+            return self.gradients(state, x, y, noise)
+        victims = len(x)
+        start = {k: v.expand(victims, *v.shape) for k, v in self.parameters(state).items()}
+
+        def gradient(parameters: Tensors, part: slice) -> Tensors:
+            own = {k: v[:, part] for k, v in (noise or {}).items()}
+            return self.gradients({**state, **parameters}, x[:, part], y[:, part], own, stacked=True)
+
+        return local_delta(start, x.shape[1], training, gradient)
+
+
+def local_delta(
+    start: Tensors, examples: int, training: LocalTraining, gradient: Callable[[Tensors, slice], Tensors]
+) -> Tensors:
+    """Weights after minus before, for SGD with the gradients that `gradient(parameters, mini-batch)` gives."""
+    assert training.lr is not None
+    parameters = dict(start)
+    velocity: Tensors = {}
+    for part in training.slices(examples):
+        found = gradient(parameters, part)
+        for name, g in found.items():
+            g = g + training.weight_decay * parameters[name] if training.weight_decay else g
+            if training.momentum:
+                g = velocity[name] = training.momentum * velocity[name] + g if name in velocity else g
+            parameters[name] = parameters[name] - training.lr * g
+    return {name: parameters[name] - start[name] for name in start}

@@ -1,0 +1,1 @@
+"""Refiner: noise-like images whose gradient serves the training."""

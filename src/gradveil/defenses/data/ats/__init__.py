@@ -1,0 +1,1 @@
+"""ATS: automatic transformation search."""

@@ -1,0 +1,144 @@
+"""ATS: train on transformed images only (Gao et al. 2021, "Privacy-preserving Collaborative Learning with Automatic
+Transformation Search").
+
+A policy is up to three functions of a library of fifty, written by their indices: `3-1-7`. Joined by `+`, policies make
+a hybrid: every image draws one of them. `gradveil search` finds policies for a data set and saves them; the default is
+the one published for CIFAR-100 on ResNet20. The authors crop and flip first, in training and under attack, and so does
+this. Their images are drawn anew in every epoch; here the data stage acts once, as the paper allows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.types import Batch, Tensors, generator
+from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
+from gradveil.defenses.registry import defense
+
+Policy = tuple[int, ...]
+LONGEST = 3  # functions a policy at most
+
+_POLICIES = re.compile(r"\d+(-\d+)*(\+\d+(-\d+)*)*")
+
+
+@defense("ats", counters=["ats-early", "ats-policy"], random=True)
+@settings
+class ATS(Defense):
+    """Replace every image by a transformed one, by a policy that was searched to make its gradient hard to invert."""
+
+    policy: str = "3-1-7+43-18-18"  # indices, `random` (the paper's baseline), or the JSON file of a search
+    seed: int = Field(default=0, ge=0)  # of the policy that `random` draws; the paper averages ten of them
+    crop: int = Field(default=4, ge=0)  # pixels of padding before the random crop
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        self.policies()  # a policy that cannot be read is told before any work begins
+
+    def policies(self) -> tuple[Policy, ...]:
+        """What an image may draw."""
+        if self.policy == "random":
+            return (random_policy(generator(self.seed, "ats-random")),)
+        if self.policy.endswith(".json"):
+            return parse_policies(read_policy(Path(self.policy)))
+        return parse_policies(self.policy)
+
+    def data(self, batch: Batch, step: Step) -> Batch:
+        draw = Draw.make(len(batch), self.policies(), self.crop, self.flip, step.rng)
+        step.secrets.update(draw.secrets())
+        return Batch(transform(batch.x, self.policies(), draw, self.crop), batch.y)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn for each of n images, and never sent."""
+
+    policy: Tensor  # n: which of the policies
+    signs: Tensor  # n × functions, ±1: the direction of each
+    crop: Tensor  # n × 2: where the crop begins, in the padded image
+    flip: Tensor  # n: whether mirrored
+
+    @staticmethod
+    def make(images: int, policies: tuple[Policy, ...], crop: int, flip: bool, rng: torch.Generator) -> Draw:
+        longest = max(map(len, policies))
+        return Draw(
+            torch.randint(len(policies), (images,), generator=rng),
+            torch.randint(2, (images, longest), generator=rng) * 2.0 - 1,
+            torch.randint(2 * crop + 1, (images, 2), generator=rng),
+            (torch.rand(images, generator=rng) < 0.5) & flip,
+        )
+
+    def secrets(self) -> Tensors:
+        return {f"ats.{name}": value for name, value in vars(self).items()}
+
+
+def transform(images: Tensor, policies: tuple[Policy, ...], draw: Draw, crop: int) -> Tensor:
+    """Crop, flip, then the policy that each image drew."""
+    height, width = images.shape[2:]
+    padded = F.pad(images, (crop, crop, crop, crop))
+    rows = draw.crop[:, :1] + torch.arange(height)
+    columns = draw.crop[:, 1:] + torch.arange(width)
+    columns = torch.where(draw.flip[:, None], columns.flip(1), columns)
+    each = torch.arange(len(images))
+    cropped = padded[each[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    result = torch.empty_like(images)
+    for which, policy in enumerate(policies):
+        own = draw.policy == which
+        result[own] = apply(cropped[own], policy, draw.signs[own])
+    return result
+
+
+# -- policies as text --------------------------------------------------------------------------------------------------
+
+
+def parse_policies(text: str) -> tuple[Policy, ...]:
+    """`3-1-7+43-18-18` as tuples of indices. Policies that are combined may not share a function (section 4.4)."""
+    if not _POLICIES.fullmatch(text):
+        raise UserError(f"'{text}' is not an ATS policy; write 3-1-7 or 3-1-7+43-18-18, random, or a file.json.")
+    policies = tuple(tuple(int(i) for i in part.split("-")) for part in text.split("+"))
+    for policy in policies:
+        if len(policy) > LONGEST:
+            raise UserError(f"ATS policy '{text}': a policy has at most {LONGEST} functions.")
+        if max(policy) >= len(FUNCTIONS):
+            raise UserError(
+                f"ATS policy '{text}': there is no function {max(policy)}; the last is {len(FUNCTIONS) - 1}."
+            )
+    for i, policy in enumerate(policies):
+        if shared := set(policy) & {index for other in policies[:i] for index in other}:
+            raise UserError(f"ATS policy '{text}': combined policies may not share function {min(shared)}.")
+    return policies
+
+
+def write_policy(policies: tuple[Policy, ...]) -> str:
+    return "+".join("-".join(map(str, policy)) for policy in policies)
+
+
+def random_policy(rng: torch.Generator) -> Policy:
+    """As the authors' search draws them: three places, each one of the fifty functions or empty, not all empty."""
+    while True:
+        drawn = torch.randint(-1, len(FUNCTIONS), (LONGEST,), generator=rng).tolist()
+        if policy := tuple(index for index in drawn if index >= 0):
+            return policy
+
+
+def read_policy(path: Path) -> str:
+    """The policy that a search saved."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the ATS policy {path}: {error.strerror}.") from None
+    except ValueError:
+        raise UserError(f"{path} is not JSON; `gradveil search` writes a policy file.") from None
+    if not isinstance(found, dict) or not isinstance(found.get("policy"), str):
+        raise UserError(f"{path} holds no 'policy'; `gradveil search` writes a policy file.")
+    return str(found["policy"])

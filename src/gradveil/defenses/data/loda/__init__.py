@@ -1,0 +1,1 @@
+"""LODA: obscured images that keep their features."""

@@ -1,0 +1,1 @@
+"""Worker processes and the scheduler that gives them work."""

@@ -1,0 +1,1 @@
+"""Protection in real use: a training loop, a data set, a Flower client."""

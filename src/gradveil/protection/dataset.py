@@ -1,0 +1,316 @@
+"""A protected copy of an image data set: a folder of pictures by class, or an .npz archive.
+
+Work is done batch by batch; finished batches are kept in a hidden folder beside the copy, so that a killed run goes on
+where it was when it is started again, and the copy itself appears whole at the end or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gradveil.core.errors import UserError
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Batch, Tensors, generator
+from gradveil.data import load
+from gradveil.data.raw import Array, Images
+from gradveil.data.readers.image_folder import by_class, decode, subfolders
+from gradveil.data.readers.npz import read_npz
+from gradveil.data.resize import fit
+from gradveil.defenses import Defense, Setup, Step, parse
+from gradveil.storage.files import LOCK, DiskFull, alone_in, room_for, sync_folder, write_json, write_tensors
+
+BATCH = 128
+NOTE = "run.json"
+SOFT = ("mixup", "instahide")  # batch-stage defenses that need no model: they encode images, and soften labels
+LOSSLESS = {".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}  # JPEG would undo what a defense put into the pixels
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images to protect, and what they are called."""
+
+    batch: Batch
+    class_names: tuple[str, ...] | None
+    files: tuple[Path, ...] | None  # of a folder, relative to it
+    floats: bool  # whether pixels were given as floats
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names) if self.class_names else int(self.batch.y.max()) + 1
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What was written."""
+
+    path: Path
+    original: Batch
+    protected: Batch
+
+
+def protect_files(
+    source: Path,
+    target: Path,
+    defense: str | Defense,
+    *,
+    public: str | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Copy:
+    """Write a copy of `source` in which every image went through `defense`. `public` names images that anybody has."""
+    method = parse(defense)
+    soft = _check_stages(method)
+    found = _read(source, size)
+    work, done = target.parent / f".{target.name}.unfinished", found.batch
+    others = _public(public, found.batch.x, seed) if public else None
+    mean, std = _normalisation(others, found.batch.x.shape[1])
+    key = _key(method, found, others, seed)
+    if not (
+        target.exists() and _note(work) == key
+    ):  # killed after the copy was put in place: there is little left to do
+        _check_target(source, target, found, soft)
+    with room_for(target), alone_in(work, "protect"):
+        _clear(work, key)
+        job = Job(work, others, found.classes, mean, std, seed, progress)
+        try:
+            for place, part in enumerate(
+                method.parts
+            ):  # each on what the one before made, partners for mixing included
+                done = job.apply(part, place, done)
+        except DiskFull:
+            raise
+        except UserError:  # nothing to go on with
+            shutil.rmtree(work)
+            raise
+        if target.exists():
+            pass
+        elif found.files is None or soft:
+            _write_npz(target, work, found, done, {"mean": mean, "std": std} if soft else {})
+        else:
+            _write_folder(target, work, found, done)
+        _empty(work, NOTE)  # the note last: it says whose copy is in place
+        shutil.rmtree(work)
+    return Copy(target, found.batch, done)
+
+
+def _check_stages(method: Defense) -> bool:
+    """Whether labels become soft; refuses what cannot be done to images once and for all."""
+    for part in method.parts:
+        if part.name not in SOFT and part.stages != ["data"]:
+            where = f"acts on the {' and '.join(part.stages)}" if part.stages else "changes nothing"
+            raise UserError(
+                f"'{part.name}' {where}, so there is no protected copy to write; protect takes data-stage defenses "
+                f"(loda, ats), {' and '.join(SOFT)}."
+            )
+    return any(part.name in SOFT for part in method.parts)
+
+
+def _read(source: Path, size: int | None) -> Source:
+    if source.is_dir():
+        classes = {sub.name for sub in subfolders(source)}
+        if "train" in classes:
+            raise UserError(f"{source}: has a part 'train'; give that folder, whose sub-folders are the classes.")
+        if not classes:
+            raise UserError(f"{source}: no sub-folders; put the pictures into one sub-folder for each class.")
+        images, names = by_class(source)
+        paths = [Path(p) for p in images.x]
+        batch = _batch(Images(decode(paths, size), images.y))
+        return Source(batch, names, tuple(path.relative_to(source) for path in paths), False)
+    if source.suffix.lower() != ".npz":
+        raise UserError(f"{source}: not a folder of pictures and not an .npz file.")
+    raw = read_npz(source)
+    if raw.test is not None:
+        raise UserError(f"{source}: holds several parts; protect takes one, as the arrays 'images' and 'labels'.")
+    pixels = fit(raw.train.pixels, size) if size else raw.train.pixels
+    return Source(_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
+
+
+def _batch(images: Images) -> Batch:
+    pixels = torch.from_numpy(np.array(images.pixels.transpose(0, 3, 1, 2), order="C"))
+    return Batch(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float(), torch.from_numpy(images.y))
+
+
+def _check_target(source: Path, target: Path, found: Source, soft: bool) -> None:
+    if target.exists():
+        raise UserError(f"{target}: exists already; give another place, or remove it.")
+    if source.resolve() in target.resolve().parents:
+        raise UserError(f"{target}: lies inside {source}; give a place outside of it.")
+    archive = target.suffix.lower() == ".npz"
+    if soft and not archive:
+        raise UserError(f"{target}: labels become soft, which folders cannot hold; give a name that ends in .npz.")
+    if not soft and archive != (found.files is None):
+        wanted = "an .npz file" if found.files is None else "a folder"
+        raise UserError(f"{target}: the copy of {source} is {wanted}; give a name for that.")
+
+
+def _public(text: str, private: Tensor, seed: int) -> Batch:
+    """Every image of another data set, but for those that are to be protected."""
+    pool = load(text, seed=seed).pool()
+    if pool.x.shape[1:] != private.shape[1:]:
+        theirs, ours = ("×".join(map(str, x.shape[1:])) for x in (pool.x, private))
+        raise UserError(f"public images of '{text}' are {theirs}, these are {ours}; they must be alike (see size=).")
+    own = {_bytes(image) for image in private}
+    rest = pool[[i for i, image in enumerate(pool.x) if _bytes(image) not in own]]
+    if not len(rest):
+        raise UserError(f"every public image of '{text}' is among those to protect; give others.")
+    return rest
+
+
+def _bytes(image: Tensor) -> bytes:
+    return hashlib.blake2b((image * 255).round().byte().numpy().tobytes(), digest_size=16).digest()
+
+
+def _normalisation(public: Batch | None, channels: int) -> tuple[Tensor, Tensor]:
+    """As data sets without published constants have it: measured on public images, one half where there are none."""
+    if public is None:
+        return torch.full((channels,), 0.5), torch.full((channels,), 0.5)
+    std, mean = torch.std_mean(public.x, dim=(0, 2, 3), correction=0)
+    return mean, torch.where(std > 1e-3, std, torch.ones_like(std))
+
+
+def _key(method: Defense, found: Source, public: Batch | None, seed: int) -> str:
+    """One key for one result."""
+    key = hashlib.sha256(f"{method.spec}\x1f{seed}\x1f{found.class_names}\x1f{found.files}".encode())
+    for batch in (found.batch, public):
+        for part in (batch.x, batch.y) if batch else ():
+            key.update(f"{tuple(part.shape)}".encode() + part.numpy().tobytes())
+    return key.hexdigest()
+
+
+def _clear(work: Path, key: str) -> None:
+    """Finished batches of another run are of no use."""
+    if _note(work) != key:
+        _empty(work)
+        write_json(work / NOTE, {"key": key})
+
+
+def _note(work: Path) -> str | None:
+    """Which run the batches in the folder are of."""
+    file = work / NOTE
+    return json.loads(file.read_text()).get("key") if file.exists() else None
+
+
+def _empty(work: Path, *kept: str) -> None:
+    for path in work.iterdir():
+        if path.name not in (LOCK, *kept):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the batches of a run have in common."""
+
+    work: Path
+    public: Batch | None
+    classes: int
+    mean: Tensor
+    std: Tensor
+    seed: int
+    progress: Progress | None
+
+    def apply(self, part: Defense, place: int, data: Batch) -> Batch:
+        """One defense on all the images, a batch at a time; those that are done already are read."""
+        files = [self.work / f"{place}-{i:06d}.safetensors" for i in range(-(-len(data) // BATCH))]
+        memory = None if all(file.exists() for file in files) else part.prepare(self._setup(place, data))
+        rows: list[Tensors] = []
+        for i, file in enumerate(files):
+            if not file.exists():
+                made = self._encode(
+                    part, memory, data[i * BATCH : (i + 1) * BATCH], generator(self.seed, "protect", place, i)
+                )
+                write_tensors(file, {"x": made.x, "y": made.y})
+            rows.append(load_file(file))
+            if self.progress:
+                self.progress(part.name, i + 1, len(files))
+        return Batch(torch.cat([row["x"] for row in rows]), torch.cat([row["y"] for row in rows]))
+
+    def _setup(self, place: int, data: Batch) -> Setup:
+        model, rng = self._model(data), generator(self.seed, "prepare", place)
+        return Setup(
+            model=model,
+            state=model.state(),
+            private=data,
+            public=self.public,
+            num_classes=self.classes,
+            mean=self.mean,
+            std=self.std,
+            seed=self.seed,
+            rng=rng,
+            cache=self.work,
+            progress=self.progress,
+        )
+
+    def _encode(self, part: Defense, memory: Any, batch: Batch, rng: torch.Generator) -> Batch:
+        model = self._model(batch)
+        step = Step(model, model.state(), batch, self.mean, self.std, self.classes, rng, memory)
+        return part.batch(part.data(batch, step), step)
+
+    def _model(self, data: Batch) -> ModelFunction:
+        """A stand-in: the defenses that are let in look at no model."""
+        return ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(data.x[0].numel(), self.classes)))
+
+
+def _pixels(x: Tensor) -> Array:
+    """n × H × W × C bytes."""
+    return (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def _write_npz(target: Path, work: Path, found: Source, done: Batch, more: Tensors) -> None:
+    """Images as they were given, bytes or floats; with soft labels floats, which may lie outside [0, 1]."""
+    floats = found.floats or done.y.is_floating_point()
+    arrays = {
+        "images": done.x.permute(0, 2, 3, 1).numpy() if floats else _pixels(done.x),
+        "labels": done.y.numpy(),
+        **{name: value.numpy() for name, value in more.items()},
+    }
+    if found.class_names:
+        arrays["class_names"] = np.array(found.class_names)
+    temporary = work / "copy.npz"
+    np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+def _write_folder(target: Path, work: Path, found: Source, done: Batch) -> None:
+    assert found.files is not None
+    folder = work / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    for path, image in zip(_names(found.files), _pixels(done.x), strict=True):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / path)
+    if hasattr(os, "sync"):
+        os.sync()  # all of the pictures at once: one by one takes minutes
+    os.replace(folder, target)
+    sync_folder(target.parent)
+
+
+def _names(files: tuple[Path, ...]) -> list[Path]:
+    """The same names; those of lossy formats end in .png instead, after their own ending should that be taken."""
+    taken, names = {file for file in files if file.suffix.lower() in LOSSLESS}, []
+    for file in files:
+        name = file
+        if file.suffix.lower() not in LOSSLESS:
+            name = file.with_suffix(".png")
+            if name in taken:
+                name = file.with_name(f"{file.name}.png")
+            taken.add(name)
+        names.append(name)
+    return names

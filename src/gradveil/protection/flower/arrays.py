@@ -1,0 +1,157 @@
+"""Updates as plain NumPy: what a client was sent and what it would send back, by name.
+
+Every engine that moves arrays can be served by these: `protect_arrays` before they leave, `check_arrays` when they come
+in, `save_arrays` where they arrive.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradveil.core.errors import UserError
+from gradveil.core.types import Update
+from gradveil.defenses import Defense, parse
+from gradveil.defenses.base import Step
+from gradveil.storage.updates import save_update
+
+Arrays = Mapping[str, NDArray[Any]]
+Sends = Literal["weights", "update"]
+
+# BatchNorm's running statistics in a torch state: noise would make a variance negative, and they are no update.
+STATISTICS = ("*running_mean", "*running_var")
+
+
+def update_defense(defense: str | Defense) -> Defense:
+    """The defense, if it acts on nothing but the update that leaves."""
+    found = parse(defense)
+    others = [stage for stage in found.stages if stage != "update"]
+    if any(type(part).prepare is not Defense.prepare for part in found.parts):
+        others.append("preparation")
+    if others:
+        raise UserError(
+            f"'{found.spec}' acts on more than the update that leaves ({', '.join(others)}), where neither model nor images "
+            "are at hand; use gradveil.flower.protect in the training function."
+        )
+    return found
+
+
+def protect_arrays(
+    before: Arrays,
+    after: Arrays,
+    defense: str | Defense,
+    *,
+    untouched: Iterable[str] = STATISTICS,
+    sends: Sends = "weights",
+    rng: torch.Generator | None = None,
+) -> dict[str, NDArray[Any]]:
+    """What may leave in place of `after`: the weights received plus the protected update, in the order of `after`.
+
+    Whole numbers, and arrays whose names match `untouched` (shell patterns), leave as they are. With `sends="update"`,
+    `after` holds the update itself. Noise comes from `rng`; without one, from the system's own randomness, which a server
+    cannot repeat. What the defense leaves alone comes back bit for bit.
+    """
+    method = update_defense(defense)
+    patterns = tuple(untouched)
+    moved = [name for name, array in after.items() if _is_trained(name, array, patterns)]
+    start = {name: _before(name, before, after[name]) if sends == "weights" else None for name in moved}
+    update = {}
+    for name in moved:
+        first, last = start[name], after[name].astype(np.float64)
+        if not np.isfinite(last).all():
+            raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
+        update[name] = torch.from_numpy(last if first is None else last - first)
+    changed = update
+    if update:
+        with torch.no_grad():
+            changed = method.update(update, _step(rng))
+    found = {}
+    for name, array in after.items():
+        if name in update:
+            plain, change = update[name].numpy(), changed[name].double().numpy()
+            moved_to = change if (first := start[name]) is None else first + change
+            found[name] = np.where(change == plain, array, moved_to.astype(array.dtype))
+        else:
+            found[name] = array
+    return found
+
+
+def check_arrays(received: Arrays, expected: Arrays) -> None:
+    """Refuse a model from a server that is not the one agreed on: other names, shapes or kinds, or values not finite."""
+    missing, extra = [n for n in expected if n not in received], [n for n in received if n not in expected]
+    if missing or extra:
+        what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this client's does not"
+        raise UserError(f"the model from the server {what}; nothing was trained.")
+    for name, want in expected.items():
+        array = received[name]
+        if array.shape != want.shape:
+            shapes = f"{_shape(array)}, this client's is {_shape(want)}"
+            raise UserError(f"the model from the server has '{name}' as {shapes}; nothing was trained.")
+        if (array.dtype.kind == "f") != (want.dtype.kind == "f"):
+            raise UserError(f"the model from the server has '{name}' as {array.dtype}, not {want.dtype}.")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(
+                f"the model from the server has values that are not finite in '{name}'; nothing was trained."
+            )
+
+
+def save_arrays(
+    path: str | Path,
+    before: Arrays,
+    after: Arrays,
+    *,
+    examples: int = 1,
+    untouched: Iterable[str] = STATISTICS,
+    sends: Sends = "weights",
+    **facts: Any,
+) -> list[str]:
+    """Write what a client sent as an update that `gradveil attack` reads, and say which arrays are in it.
+
+    `facts` are as for `gradveil.storage.updates.save_update`.
+    """
+    patterns = tuple(untouched)
+    tensors = {}
+    for name, array in after.items():
+        if _is_trained(name, array, patterns):
+            change = array if sends == "update" else array.astype(np.float64) - _before(name, before, array)
+            tensors[name] = torch.from_numpy(np.array(change, dtype=array.dtype))
+    if not tensors:
+        raise UserError("what the client sent holds no trained arrays.")
+    save_update(path, Update(tensors, "delta", examples), **facts)
+    return list(tensors)
+
+
+def _is_trained(name: str, array: NDArray[Any], untouched: tuple[str, ...]) -> bool:
+    return array.dtype.kind == "f" and not any(fnmatchcase(name, pattern) for pattern in untouched)
+
+
+def _before(name: str, before: Arrays, array: NDArray[Any]) -> NDArray[np.float64]:
+    if name not in before:
+        raise UserError(f"'{name}' was not received, so there is no update to protect in it; nothing is sent.")
+    if before[name].shape != array.shape:
+        raise UserError(f"'{name}' was received as {_shape(before[name])} and is now {_shape(array)}; nothing is sent.")
+    return before[name].astype(np.float64)
+
+
+class _Absent:
+    """Stands where the model and the images would be."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError("this defense asks for the model or the images, which are not at hand where an update leaves.")
+
+
+def _step(rng: torch.Generator | None) -> Step:
+    drawn = rng or torch.Generator().manual_seed(secrets.randbits(63))
+    nothing: Any = _Absent()
+    return Step(nothing, {}, nothing, torch.zeros(1), torch.ones(1), 0, drawn)
+
+
+def _shape(array: NDArray[Any]) -> str:
+    return "×".join(map(str, array.shape)) or "a single number"

@@ -1,0 +1,126 @@
+"""What a Flower server sees of each client, kept round by round in the form that `gradveil attack` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from gradveil.core.errors import UserError
+from gradveil.protection.flower.arrays import STATISTICS, Arrays, save_arrays
+from gradveil.storage.files import write_tensors
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord, ConfigRecord, Message
+    from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Strategy
+
+S = TypeVar("S", bound="Strategy")
+
+
+def capture(
+    strategy: S,
+    folder: str | Path,
+    *,
+    rounds: Collection[int] | None = None,
+    untouched: Iterable[str] = STATISTICS,
+    **facts: Any,
+) -> S:
+    """The same strategy, which from now on also writes down what goes out and what comes back in training.
+
+    `FOLDER/round-001/before.safetensors` is the model that was sent out, `client-NODE.safetensors` the update of a node,
+    and `buffers-NODE.safetensors` what else it sent (BatchNorm's statistics, counters). `facts` go into the updates
+    beside the metrics that the client reported: `input_shape`, `num_classes`, `mean`, `std`, `local_steps`, `lr` (taken
+    from the training config where it has one). With them, `gradveil attack client-NODE.safetensors --model …
+    --before before.safetensors` needs nothing else.
+    """
+    writer = _Writer(
+        Path(folder), rounds, tuple(untouched), facts, getattr(strategy, "weighted_by_key", "num-examples")
+    )
+    configure, aggregate = strategy.configure_train, strategy.aggregate_train
+
+    def configure_train(server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        writer.sent(server_round, arrays, config)
+        return configure(server_round, arrays, config, grid)
+
+    def aggregate_train(server_round: int, replies: Iterable[Message]) -> Any:
+        arrived = list(replies)
+        for reply in arrived:
+            writer.received(server_round, reply)
+        return aggregate(server_round, arrived)
+
+    # On the object itself, so that a strategy with a `start` of its own, or wrapped by another, is captured too.
+    vars(strategy).update(configure_train=configure_train, aggregate_train=aggregate_train)
+    return strategy
+
+
+class _Writer:
+    def __init__(
+        self,
+        folder: Path,
+        rounds: Collection[int] | None,
+        untouched: tuple[str, ...],
+        facts: dict[str, Any],
+        weight: str,
+    ):
+        self._folder, self._rounds, self._untouched, self._facts, self._weight = (
+            folder,
+            rounds,
+            untouched,
+            facts,
+            weight,
+        )
+        self._before: Arrays = {}
+        self._lr: dict[str, Any] = {}
+
+    def sent(self, round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        if self._wanted(round):
+            self._before = _numpy(arrays)
+            self._lr = {"lr": config["lr"]} if "lr" in config else {}
+            write_tensors(self._place(round) / "before.safetensors", _tensors(self._before))
+
+    def received(self, round: int, reply: Message) -> None:
+        """Write one reply down. A broken one is the strategy's to judge: it is told of and never stops the round."""
+        if not self._wanted(round) or reply.has_error():
+            return
+        node = reply.metadata.src_node_id
+        try:
+            after = {name: a for record in reply.content.array_records.values() for name, a in _numpy(record).items()}
+            reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
+            facts = {**self._lr, **self._facts, "round": round, "reported": reported}
+            path = self._place(round) / f"client-{node}.safetensors"
+            known = {name: a for name, a in after.items() if name in self._before}
+            examples = self._examples(reply)
+            written = save_arrays(path, self._before, known, examples=examples, untouched=self._untouched, **facts)
+            rest = {name: a for name, a in after.items() if name not in written}
+            if rest:
+                write_tensors(self._place(round) / f"buffers-{node}.safetensors", _tensors(rest))
+        except (UserError, ValueError, TypeError) as error:
+            from logging import WARNING
+
+            from flwr.common.logger import log
+
+            log(WARNING, "gradveil: the update of node %s is not captured: %s", node, error)
+
+    def _wanted(self, round: int) -> bool:
+        return self._rounds is None or round in self._rounds
+
+    def _place(self, round: int) -> Path:
+        return self._folder / f"round-{round:03d}"
+
+    def _examples(self, reply: Message) -> int:
+        for record in reply.content.metric_records.values():
+            if self._weight in record:
+                return max(1, int(record[self._weight]))  # type: ignore[arg-type]
+        return 1
+
+
+def _numpy(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()}

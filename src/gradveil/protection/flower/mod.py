@@ -1,0 +1,103 @@
+"""A Flower mod that protects the outgoing update: one changed line, `@app.train(mods=[gradveil.flower.mod("prune")])`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from gradveil.core.errors import UserError
+from gradveil.defenses import Defense
+from gradveil.protection.flower.arrays import STATISTICS, Sends, protect_arrays, update_defense
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message, RecordDict
+
+Handler = Callable[["Message", "Context"], "Message"]
+Mod = Callable[["Message", "Context", Handler], "Message"]
+_BETWEEN = "\x1f"  # record and array as one name, for a defense that looks at the whole update
+
+
+def mod(
+    defense: str | Defense,
+    *,
+    untouched: Iterable[str] = STATISTICS,
+    passed: Iterable[str] = (),
+    sends: Sends = "weights",
+) -> Mod:
+    """A mod that applies an update-stage defense to what a training function returns.
+
+    All array records of a reply are one update; each is compared with the record of its name in the message, or with the
+    only one where there is one. A record that was not received is not let out, unless `passed` names it. `untouched` and
+    `sends` are as for `protect_arrays`. Put it last in the list of mods if others change the arrays too.
+    """
+    method, patterns, open_records = update_defense(defense), tuple(untouched), set(passed)
+
+    def protect_reply(message: Message, context: Context, call_next: Handler) -> Message:
+        if message.metadata.message_type.partition(".")[0] != "train":
+            return call_next(message, context)
+        received = _arrays(message.content)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        try:
+            _protect(reply.content, received, method, patterns, open_records, sends)
+        except UserError as error:
+            return _refusal(message, str(error))
+        return reply
+
+    return protect_reply
+
+
+def _protect(
+    content: RecordDict,
+    received: dict[str, dict[str, NDArray[Any]]],
+    method: Defense,
+    untouched: tuple[str, ...],
+    passed: set[str],
+    sends: Sends,
+) -> None:
+    from flwr.app import Array, ArrayRecord
+
+    sent = {key: arrays for key, arrays in _arrays(content).items() if key not in passed}
+    before, after = {}, {}
+    for key, arrays in sent.items():
+        for name, array in _counterpart(key, sent, received, sends).items():
+            before[key + _BETWEEN + name] = array
+        for name, array in arrays.items():
+            after[key + _BETWEEN + name] = array
+    done = protect_arrays(before, after, method, untouched=untouched, sends=sends)
+    for key, arrays in sent.items():
+        content[key] = ArrayRecord({name: Array(done[key + _BETWEEN + name]) for name in arrays})
+
+
+def _counterpart(
+    key: str, sent: dict[str, Any], received: dict[str, dict[str, NDArray[Any]]], sends: Sends
+) -> dict[str, NDArray[Any]]:
+    if sends == "update":
+        return {}
+    if key in received:
+        return received[key]
+    if len(received) == len(sent) == 1:
+        return next(iter(received.values()))
+    raise UserError(
+        f"the array record '{key}' was not received, so there is no update to protect in it; nothing is sent. "
+        "If it is meant to leave as it is, name it in passed."
+    )
+
+
+def _arrays(content: RecordDict) -> dict[str, dict[str, NDArray[Any]]]:
+    return {key: {name: a.numpy() for name, a in record.items()} for key, record in content.array_records.items()}
+
+
+def _refusal(message: Message, reason: str) -> Message:
+    """An answer that carries nothing but the reason: what could not be protected does not leave."""
+    from logging import ERROR
+
+    from flwr.app import Error, Message
+    from flwr.common.constant import ErrorCode
+    from flwr.common.logger import log
+
+    log(ERROR, "gradveil: %s", reason)
+    return Message(Error(code=ErrorCode.MOD_FAILED_PRECONDITION, reason=f"gradveil: {reason}"), reply_to=message)

@@ -1,0 +1,1 @@
+"""What is written to disk: files, updates, run folders, resumable trainings."""

@@ -1,0 +1,115 @@
+"""Writing so that a reader never meets half a file: to a private temporary name beside it, flushed, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gradveil.core.errors import UserError
+
+LOCK = ".lock"
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a temporary file and put it in `path`'s place, on disk for good."""
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class DiskFull(UserError):
+    """Nothing more can be written. What was finished before stays as it is."""
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Turn what a full disk raises into one clear line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not no_space(error):
+            raise
+        raise DiskFull(
+            f"{path}: no space left on the disk; what is finished is kept, and the same command goes on from it."
+        ) from None
+
+
+def no_space(error: BaseException) -> bool:
+    """Whether a full disk (or a quota) is the reason; safetensors says so in words only."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(f"os error {code}" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's names on disk: a renamed file is safe from a power cut only then."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def alone_in(folder: Path, what: str) -> Iterator[None]:
+    """Keep other processes from writing to a folder meanwhile; refuse where one does already."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{folder}: another {what} is writing there; wait for it, or choose another place.") from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write there ({(error.strerror or str(error)).lower()}).") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda p: _write_text(p, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    write_atomic(path, lambda p: _write_bytes(p, content))
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    write_atomic(path, lambda p: save_file(plain, str(p), metadata=metadata))

@@ -1,0 +1,111 @@
+"""Methods of a user's own, named in tests as `audit_methods:Name`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import rows_at_once
+from gradveil.core.types import Observation, Tensors
+from gradveil.defenses.base import Defense, Step
+
+
+class Broken(Defense):
+    """A defense with a fault in it."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        raise RuntimeError("this defense\nis broken")
+
+
+class Deadly(Defense):
+    """A defense that takes its process with it, as an exhausted memory does."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return tensors
+
+
+class Silent(Defense):
+    """A defense that sends nothing but zeros."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {name: torch.zeros_like(t) for name, t in tensors.items()}
+
+
+class Darkened(Defense):
+    """A defense that trains on darker images."""
+
+    def data(self, batch, step):  # type: ignore[no-untyped-def]
+        return type(batch)(batch.x * 0.5, batch.y)
+
+
+class Picky(Attack):
+    """An attack that applies nowhere."""
+
+    def applies(self, observation: Observation) -> str | None:
+        return "it never does"
+
+
+class Lost(Attack):
+    """An attack whose answer for the first victim is not finite."""
+
+    def run(self, target: Target) -> Answer:
+        x = torch.zeros(target.shape)
+        x[0] = float("nan")
+        return Answer(x, torch.zeros(len(x)))
+
+
+class Careless(Attack):
+    """An attack that draws from torch's global stream."""
+
+    def run(self, target: Target) -> Answer:
+        return Answer(torch.randn(target.shape), torch.zeros(target.shape[0]))
+
+
+class Crooked(Attack):
+    """A malicious server that scales the classifier before it sends the model, and then guesses grey."""
+
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: torch.Tensor | None = None
+    ) -> nn.Module:
+        assert public is not None and public.shape[1:] == input_shape and abs(float(public.mean())) < 0.1
+        with torch.no_grad():
+            list(module.parameters())[-1].mul_(2.0)
+        return module
+
+    def run(self, target: Target) -> Answer:
+        seen = list(target.state.values())[-1]
+        return Answer(torch.zeros(target.shape), torch.full((target.shape[0],), float(seen.sum())))
+
+
+class Hungry(Attack):
+    """Takes 200 MB a row of what its process may still have, which is 300 MB: by a limit of the system's, not a fake."""
+
+    def run(self, target: Target) -> Answer:
+        import resource
+        from pathlib import Path
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 300 * 2**20
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+        try:
+            rows = min(rows_at_once(target) or target.shape[0], target.shape[0])
+            torch.ones(self.least(rows) * 200 * 2**20 // 4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        return Answer(torch.zeros(target.shape), torch.zeros(target.shape[0]))
+
+    def least(self, rows: int) -> int:
+        return rows
+
+
+class Insatiable(Hungry):
+    """However little it is given to do at once, it wants more than there is."""
+
+    def least(self, rows: int) -> int:
+        return 2

@@ -1,0 +1,144 @@
+"""The helper in a training function: every stage acts, draws differ from round to round, encodings do not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradveil.core.errors import UserError
+from gradveil.core.types import Batch
+from gradveil.data import DataSet
+from gradveil.defenses import Defense
+from gradveil.defenses.base import Step
+from gradveil.protection.flower import network, protect, receive
+
+pytest.importorskip("flwr", reason="gradveil.flower needs flwr")
+
+Make = Callable[..., Any]
+HOW = {"mean": [0.5], "std": [0.25]}
+
+
+def train(guard: Any, data: DataSet, steps: int = 3) -> Any:
+    optimizer = torch.optim.SGD(guard.model.parameters(), lr=0.1)
+    for rows in torch.arange(8 * steps).split(8):
+        optimizer.zero_grad()
+        guard.backward(data.private.x[rows], data.private.y[rows])
+        optimizer.step()
+    return guard.reply(loss=0.5)
+
+
+def sent_back(reply: Any) -> dict[str, torch.Tensor]:
+    return reply.content.array_records["arrays"].to_torch_state_dict()
+
+
+def test_without_a_defense_it_is_the_plain_loop(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    received = copy.deepcopy(net)
+    with torch.no_grad():
+        received[4].bias += 1  # the server's weights, not the ones the client's network began with
+    guard = protect(message(arrays=received.state_dict()), context, net, "none", shapes.private, **HOW)
+    reply = train(guard, shapes)
+    optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
+    for rows in torch.arange(24).split(8):
+        optimizer.zero_grad()
+        F.cross_entropy(received((shapes.private.x[rows] - 0.5) / 0.25), shapes.private.y[rows]).backward()
+        optimizer.step()
+    for name, value in received.state_dict().items():
+        assert torch.allclose(sent_back(reply)[name].to(value), value, rtol=1e-3, atol=1e-5), name
+    assert dict(reply.content["metrics"]) == {"num-examples": len(shapes.private), "loss": 0.5}
+
+
+def test_the_update_stage_acts_once_on_all_steps(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    before = copy.deepcopy(net.state_dict())
+    guard = protect(message(arrays=before), context, net, "prune:ratio=0.9", shapes.private, **HOW)
+    found = sent_back(train(guard, shapes))["4.weight"] - before["4.weight"]
+    assert float((found == 0).float().mean()) == pytest.approx(0.9, abs=0.01)  # of each step it would be far less
+
+
+def test_the_model_stage_changes_what_both_sides_run(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet
+) -> None:
+    plain = message(arrays=net.state_dict())
+    with pytest.raises(UserError, match="the model from the server lacks"):
+        protect(plain, context, copy.deepcopy(net), "precode:k=4", shapes.private)
+    agreed = network(copy.deepcopy(net), "precode:k=4", (1, 12, 12))
+    guard = protect(message(arrays=agreed.state_dict()), context, copy.deepcopy(net), "precode:k=4", shapes.private)
+    reply = train(guard, shapes)
+    assert set(sent_back(reply)) == set(agreed.state_dict()) != set(net.state_dict())
+
+
+class Scramble(Defense):
+    """A data-stage defense whose encoding is random."""
+
+    fed: list[torch.Tensor]
+    random = True
+
+    def __init__(self) -> None:
+        self.fed = []
+
+    def data(self, batch: Batch, step: Step) -> Batch:
+        return Batch(torch.rand(batch.x.shape, generator=step.rng), batch.y)
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        self.fed.append(batch.x)
+        return batch
+
+
+def test_images_are_encoded_once_for_all_rounds_and_clients_differ(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet
+) -> None:
+    from flwr.app import Context, RecordDict
+
+    stranger = Context(run_id=1, node_id=8, node_config={}, state=RecordDict(), run_config={})
+    found = []
+    for who in (context, context, stranger):
+        defense = Scramble()
+        guard = protect(message(arrays=net.state_dict()), who, copy.deepcopy(net), defense, shapes.private)
+        train(guard, shapes, steps=1)
+        found.append(defense.fed[0])
+    assert torch.equal(found[0], found[1])  # a second round, as in a new process: all it has is the context
+    assert not torch.equal(found[0], shapes.private.x[:8])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_noise_differs_from_round_to_round(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    before = copy.deepcopy(net.state_dict())
+    one, two = (
+        sent_back(protect(message(arrays=before), context, net, "gaussian:std=1", shapes.private).reply())["4.weight"]
+        for _ in range(2)
+    )
+    assert not torch.equal(one, two)
+    assert float((one - before["4.weight"]).std()) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"4.weight": torch.zeros(3, 301)}, "'4.weight' as 3×301"),
+        ({"4.bias": torch.full((3,), float("nan"))}, "not finite in '4.bias'"),
+        ({"5.weight": torch.zeros(3)}, "has '5.weight'"),
+    ],
+)
+def test_a_model_from_the_server_is_not_trusted(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, change: dict[str, torch.Tensor], words: str
+) -> None:
+    sent = message(arrays={**net.state_dict(), **change})
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(UserError, match=words):
+        protect(sent, context, net, "none", shapes.private)
+    with pytest.raises(UserError, match=words):
+        receive(net, sent.content["arrays"])
+    assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
+
+
+def test_training_that_diverged_sends_nothing(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    guard = protect(message(arrays=net.state_dict()), context, net, "none", shapes.private)
+    with torch.no_grad():
+        guard.model[4].bias.fill_(float("inf"))
+    with pytest.raises(UserError, match="not finite in '4.bias'; nothing is sent"):
+        guard.reply()

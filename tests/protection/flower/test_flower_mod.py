@@ -1,0 +1,125 @@
+"""The mod: the reply of an unchanged training function leaves protected, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.core.errors import UserError
+from gradveil.protection.flower import mod
+
+pytest.importorskip("flwr", reason="gradveil.flower needs flwr")
+
+Make = Callable[..., Any]
+
+
+def training(step: float = 1.0, key: str = "arrays", **more: dict[str, torch.Tensor]) -> Any:
+    """A training function that moves every float by a random step, and sends its names in another order."""
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+    def train(message: Any, context: Any) -> Any:
+        rng = torch.Generator().manual_seed(1)
+        state = next(iter(message.content.array_records.values())).to_torch_state_dict()
+        moved = {
+            n: t + step * torch.rand(t.shape, generator=rng) if t.is_floating_point() else t + 1
+            for n, t in state.items()
+        }
+        records = {key: ArrayRecord(dict(reversed(moved.items())))}
+        records |= {name: ArrayRecord(dict(tensors)) for name, tensors in more.items()}
+        return Message(RecordDict({**records, "metrics": MetricRecord({"num-examples": 5})}), reply_to=message)
+
+    return train
+
+
+def states(message: Any, key: str = "arrays") -> dict[str, torch.Tensor]:
+    return message.content.array_records[key].to_torch_state_dict()
+
+
+def test_the_update_leaves_pruned_and_all_else_as_it_was(net: nn.Module, message: Make, context: Any) -> None:
+    sent = message(arrays=net.state_dict())
+    plain = training()(sent, context)
+    found = mod("prune:ratio=0.9")(sent, context, training())
+    before, after, true = net.state_dict(), states(found), states(plain)
+    assert list(after) == list(true)  # the order in which the client sent them
+    for name in ("0.weight", "4.weight", "4.bias"):
+        kept = after[name] != before[name]
+        assert int(kept.sum()) == max(1, round(0.1 * kept.numel() + 0.49))
+        assert torch.allclose(after[name][kept], true[name][kept])
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.equal(after[name], true[name])
+    assert found.content["metrics"] == plain.content["metrics"]
+    assert found.metadata.reply_to_message_id == sent.metadata.message_id
+
+
+def test_several_records_are_one_update(net: nn.Module, message: Make, context: Any) -> None:
+    other = {"0.weight": torch.zeros(50)}  # the same name in another record
+    sent = message(arrays=net.state_dict(), head=other)
+    answer = training(head={"0.weight": torch.full((50,), 9.0)})
+    found = mod("clip:norm=1.0")(sent, context, answer)
+    changes = [states(found, "head")["0.weight"]]
+    changes += [t - net.state_dict()[n] for n, t in states(found).items() if n.split(".")[1] in ("weight", "bias")]
+    assert float(sum(c.double().square().sum() for c in changes)) == pytest.approx(1, rel=1e-3)
+    assert float(changes[0].norm()) > 0.9  # nearly all of it
+
+
+def test_a_record_that_was_not_received_stays(net: nn.Module, message: Make, context: Any) -> None:
+    sent = message(arrays=net.state_dict())
+    answer = training(features={"x": torch.ones(3)})
+    refused = mod("prune")(sent, context, answer)
+    assert refused.has_error()
+    assert "'features' was not received" in refused.error.reason
+    passed = mod("prune", passed=["features"])(sent, context, answer)
+    assert torch.equal(states(passed, "features")["x"], torch.ones(3))
+    renamed = mod("prune:ratio=0.9")(sent, context, training(key="weights"))  # one in, one out: no doubt which
+    assert float((states(renamed, "weights")["4.weight"] == net.state_dict()["4.weight"]).float().mean()) > 0.85
+
+
+def test_broken_training_sends_a_reason_and_nothing_else(net: nn.Module, message: Make, context: Any) -> None:
+    found = mod("prune")(message(arrays=net.state_dict()), context, training(step=float("nan")))
+    assert found.has_error()
+    assert not found.has_content()
+    assert "not finite" in found.error.reason
+
+
+def test_evaluation_and_errors_pass_through(net: nn.Module, message: Make, context: Any) -> None:
+    from flwr.app import Error, Message
+
+    sent = message("evaluate", arrays=net.state_dict())
+    answer = training()(sent, context)
+    assert mod("prune")(sent, context, lambda m, c: answer) is answer
+    sent = message(arrays=net.state_dict())
+    error = Message(Error(2, "no memory"), reply_to=sent)
+    assert mod("prune")(sent, context, lambda m, c: error) is error
+
+
+def test_other_defenses_are_refused_before_any_round() -> None:
+    with pytest.raises(UserError, match="'loda' acts on more than the update that leaves"):
+        mod("loda")
+
+
+def test_in_an_app_only_the_training_is_protected(net: nn.Module, message: Make, context: Any) -> None:
+    """The stock app and the one with the line changed: the same evaluation, another update."""
+    from flwr.app import Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    def app(**options: Any) -> Any:
+        made = ClientApp()
+        made.train(**options)(training())
+
+        @made.evaluate()
+        def evaluate(received: Any, context: Any) -> Any:
+            total = sum(float(t.sum()) for t in states(received).values())
+            return Message(RecordDict({"metrics": MetricRecord({"sum": total})}), reply_to=received)
+
+        return made
+
+    stock, protected = app(), app(mods=[mod("prune:ratio=0.9")])
+    sent, asked = message(arrays=net.state_dict()), message("evaluate", arrays=net.state_dict())
+    assert stock(asked, context).content["metrics"] == protected(asked, context).content["metrics"]
+    plain, pruned = (states(a(sent, context))["4.weight"] - net.state_dict()["4.weight"] for a in (stock, protected))
+    assert float((plain == 0).float().mean()) == 0
+    assert float((pruned == 0).float().mean()) == pytest.approx(0.9, abs=0.01)

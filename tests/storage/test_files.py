@@ -1,0 +1,169 @@
+"""Files that are whole or not there, folders with one writer, and input that cannot steer a terminal or leave its place."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from importlib import resources
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from torch import nn
+
+import gradveil as gv
+from gradveil import cli
+from gradveil.auditing.spec import read_spec
+from gradveil.cli import one_line
+from gradveil.core.errors import UserError
+from gradveil.models import build
+from gradveil.storage.files import DiskFull, alone_in, no_space, write_atomic, write_tensors
+
+SHAPE = {"input_shape": (1, 4, 4), "num_classes": 2}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    file = tmp_path / "x.txt"
+    file.write_text("old")
+
+    def broken(path):
+        path.write_text("ne")
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        write_atomic(file, broken)
+    assert file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_a_full_disk_is_one_line_whoever_notices_it(tmp_path, monkeypatch):
+    assert no_space(OSError(errno.ENOSPC, "x")) and no_space(OSError(errno.EDQUOT, "x"))
+    assert no_space(SafetensorError(f'Io(Os {{ message: "No space left on device" }}, os error {errno.ENOSPC})'))
+    assert not no_space(OSError(errno.EACCES, "x")) and not no_space(SafetensorError("bad header"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gradveil.storage.files.os.fsync", full)
+    with pytest.raises(DiskFull, match="no space left"):
+        write_tensors(tmp_path / "t.safetensors", {"x": torch.ones(2)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_private(tmp_path):
+    write_tensors(tmp_path / "t.safetensors", {"x": torch.ones(2)})
+    assert stat.S_IMODE((tmp_path / "t.safetensors").stat().st_mode) == 0o600
+
+
+def test_a_second_writer_is_refused_and_may_come_later(tmp_path):
+    with (
+        FileLock(tmp_path / ".lock"),
+        pytest.raises(UserError, match="another search is writing"),
+        alone_in(tmp_path, "search"),
+    ):
+        pass
+    with alone_in(tmp_path / "new" / "folder", "search"):
+        assert (tmp_path / "new" / "folder").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("command", "lock", "says"),
+    [
+        (["search", "--candidates", "2", "--images", "2", "--out", "{}/p.json"], "p.search", "another search"),
+        (["train", "--rounds", "1", "--clients", "2", "--out", "{}/t"], "t", "another training"),
+    ],
+)
+def test_commands_keep_each_other_out(tmp_path, capsys, command, lock, says):
+    (tmp_path / lock).mkdir()
+    with FileLock(tmp_path / lock / ".lock"):
+        assert cli.main([w.format(tmp_path) for w in command]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_messages_cannot_steer_a_terminal(capsys):
+    assert one_line("a\n\tb\x1b[31mred\x07\ud800") == "a b\\x1b[31mred\\x07\\ud800"
+    assert cli.main(["audit", "--defense", "evil\x1b[2Jname"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "\x1b" not in said
+
+
+def test_a_config_cannot_name_where_to_write(tmp_path):
+    file = tmp_path / "audit.yaml"
+    file.write_text("out: ../../elsewhere\n")
+    with pytest.raises(UserError, match="no setting 'out'"):
+        read_spec(file)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (resources.files("gradveil") / "py.typed").is_file()
+
+
+# -- models as people bring them --------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    def __init__(self, change=lambda x: x, kind=torch.float32):
+        super().__init__()
+        self.layer = nn.Linear(16, 2, dtype=kind)
+        self.change = change
+
+    def forward(self, x):
+        return self.change(self.layer(x.flatten(1)))
+
+
+def leave(_):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Own(leave), "does not take images"),
+        (Own(lambda x: x.argmax(1)), "floating-point"),
+        (Own(kind=torch.complex64), "complex"),
+        (Own().to("meta"), "meta"),
+        (Own(lambda x: None), "NoneType"),
+    ],
+)
+def test_models_that_cannot_be_audited_are_refused_in_one_line(model, says):
+    with pytest.raises(UserError, match=says) as caught:
+        build(model, **SHAPE)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_cannot_be_copied_is_refused(shapes):
+    model = Own()
+    model.layer = nn.Linear(144, 3)
+    model.generator = (i for i in range(3))
+    with pytest.raises(UserError, match="cannot be copied"):
+        gv.audit(shapes, model, "none", "linear", victims=1, quiet=True)
+
+
+@pytest.mark.parametrize("kind", [torch.half, torch.bfloat16, torch.double])
+def test_other_precisions_are_audited_in_single(shapes, kind):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).to(kind)
+    report = gv.audit(shapes, model, "none", "linear", victims=1, quiet=True)
+    assert report.summary["defenses"][0]["attacks"][0]["status"] == "ok"
+
+
+class OnceOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+def test_without_second_derivatives_the_attack_fails_in_one_line(shapes):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3), Apply())
+    row = gv.audit(shapes, model, "none", "ig:steps=2", victims=1, quiet=True).summary["defenses"][0]["attacks"][0]
+    assert row["status"] == "failed" and row["error"] and "\n" not in row["error"]
+
+
+class Apply(nn.Module):
+    def forward(self, x):
+        return OnceOnly.apply(x)
