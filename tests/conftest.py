@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -27,6 +30,7 @@ from gradveil.core.types import (
 )
 from gradveil.data import DataSet, load
 from gradveil.defenses import parse
+from gradveil.storage.files import write_atomic
 
 torch.set_num_threads(1)
 # No deadline: on a busy machine one example may take any time.
@@ -127,3 +131,19 @@ def shapes() -> DataSet:
 
     names, mean, std = ("a", "b", "c"), torch.tensor([0.5]), torch.tensor([0.25])
     return DataSet("shapes", made(60, "private"), made(64, "public"), made(10, "test"), 3, names, mean, std)
+
+
+@pytest.fixture
+def killed_writer() -> Callable[[Path], Path]:
+    """Kills a process in the middle of writing a file; returns the file that it leaves behind."""
+
+    def run(path: Path) -> Path:
+        before = set(path.parent.iterdir()) if path.parent.is_dir() else set()
+        child = os.fork()
+        if not child:
+            write_atomic(path, lambda temporary: os.kill(os.getpid(), signal.SIGKILL))
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        (leftover,) = set(path.parent.iterdir()) - before
+        return leftover
+
+    return run

@@ -26,6 +26,7 @@ from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
 from gradveil.storage import files
+from gradveil.storage.files import LOCK
 
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process table of Linux")
 
@@ -138,7 +139,7 @@ def test_a_full_disk_is_told_in_one_line_and_what_is_finished_stays(digits, tmp_
     assert said.count("\n") == 1 and "no space left" in said
     done = list((tmp_path / "run" / "cells").glob("*.json"))
     assert done and all(json.loads(p.read_text())["status"] == "ok" for p in done)
-    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != ".lock"]
+    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != LOCK]
     monkeypatch.setattr(files.os, "fsync", real)
     assert cli.main(command) == 0
     audit(digits, tmp_path / "other", attacks="ig:steps=20", victims=2)

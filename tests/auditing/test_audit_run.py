@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from gradveil import cli
 from gradveil.auditing.case import Case
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
+from gradveil.storage.files import LOCK
 
 
 def audit(digits: str, folder: Path, workers: int = 0, **values):
@@ -102,7 +105,7 @@ def test_the_folder_of_another_audit_is_refused(run, digits, values, says):
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(digits, tmp_path):
-    (tmp_path / "letter.txt").write_text("dear all")
+    (tmp_path / "letter.txt").write_text("text")
     with pytest.raises(UserError, match="not empty"):
         audit(digits, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
@@ -110,9 +113,74 @@ def test_a_folder_that_is_no_run_is_refused_and_left_alone(digits, tmp_path):
         audit(digits, tmp_path / "letter.txt")
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {".env.local": "KEY=1", ".pre-commit-config.yaml": "repos: []", ".git/.keep": "", ".git/config": "[core]"},
+        {".env.local": "KEY=1"},
+        {".lock": "another program's"},
+        {"environment.json": '{"name": "mine"}', ".keep": ""},
+        {"environment.json": '{"name": "mine"}'},
+        {"environment.json": "[1, 2]"},
+        {"environment.json": "no JSON"},
+        {"audit.yaml": "data: digits\n"},
+        {"environment.json": '{"case": "x", "gradveil": "1"}', ".env.local": "KEY=1"},
+        {"cells/.notes.txt": "mine"},
+    ],
+)
+def test_files_of_the_user_are_refused_and_left_byte_for_byte(digits, tmp_path, capsys, files):
+    folder = tmp_path / "project"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    folder.chmod(0o755)
+    before = everything(folder)
+    assert cli.main(["audit", "--data", digits, "--defense", "none", "--attack", "linear", "--out", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "choose another --out" in said
+    assert everything(folder) == before
+
+
+def everything(folder):
+    """Every path below a folder, and the folder itself, with mode, time of change and bytes."""
+    return {
+        str(p): (p.stat().st_mode, p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None)
+        for p in [folder, *folder.rglob("*")]
+    }
+
+
+def test_a_run_killed_as_it_began_is_taken_up(digits, tmp_path, killed_writer):
+    folder = tmp_path / "run"
+    killed_writer(folder / "environment.json")
+    (folder / LOCK).touch()
+    assert audit(digits, folder, attacks="linear")["defenses"]
+    for name in ("audit.yaml", "summary.json", "report.html"):
+        (folder / name).unlink()
+    for part in ("cells", "tensors"):
+        shutil.rmtree(folder / part)
+    assert {p.name for p in folder.iterdir()} <= {LOCK, "environment.json"}
+    assert audit(digits, folder, attacks="linear")["defenses"]
+
+
+def test_a_resumed_run_removes_what_killed_writers_left_and_keeps_what_the_user_put_there(
+    digits, tmp_path, killed_writer
+):
+    folder = tmp_path / "run"
+    audit(digits, folder, attacks="linear")
+    left = [killed_writer(folder / name) for name in ("summary.json", "cells/a.json", "tensors/a.safetensors")]
+    left += [killed_writer(folder / "cache" / "net.safetensors")]
+    mine = [folder / part / name for part in (".", "cells", "cache", "own") for name in (".notes.txt", ".a.json.x1y2")]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    audit(digits, folder, attacks="linear")
+    assert not any(file.exists() for file in left)
+    assert all(file.read_text() == "mine" for file in mine)
+
+
 def test_a_second_process_is_kept_out(run, digits):
     _, folder = run
-    with FileLock(folder / ".lock"), pytest.raises(UserError, match="another audit is writing"):
+    with FileLock(folder / LOCK), pytest.raises(UserError, match="another audit is writing"):
         audit(digits, folder)
 
 

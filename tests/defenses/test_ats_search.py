@@ -23,6 +23,7 @@ from gradveil.defenses.data.ats import search as ats_search
 from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, transform, write_policy
 from gradveil.defenses.data.ats.search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
 from gradveil.models import build
+from gradveil.storage.files import LOCK
 
 SHAPE = (1, 16, 16)
 MEAN, STD = torch.tensor([0.4]), torch.tensor([0.3])
@@ -167,7 +168,7 @@ def test_a_stopped_search_goes_on_where_it_was(
     assert len(scored) == 5 and resumed == whole
     assert run(module, tmp_path / "p.json") == whole and len(scored) == 5
     assert parse(f"ats:policy={tmp_path / 'p.json'}").policies() == whole.policies
-    assert len(log.read_text().splitlines()) == 9 and {p.name for p in tmp_path.glob("**/.*")} <= {".lock"}
+    assert len(log.read_text().splitlines()) == 9 and {p.name for p in tmp_path.glob("**/.*")} <= {LOCK}
     with pytest.raises(UserError, match="another search"):
         run(module, tmp_path / "p.json", std=torch.tensor([0.5]))
 

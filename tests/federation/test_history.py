@@ -14,6 +14,7 @@ from torch import nn
 from gradveil.core.errors import UserError
 from gradveil.data import DataSet
 from gradveil.federation import History, train
+from gradveil.storage.files import LOCK
 
 SMALL: dict[str, Any] = {"clients": 3, "images_per_client": 12, "batch_size": 5, "lr": 0.1}
 TIMES = {"seconds", "seconds_per_round", "seconds_prepare"}
@@ -65,7 +66,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(
     began = (tmp_path / "state.safetensors").stat().st_mtime_ns
     same(undisturbed, train(module, data, "gaussian:std=0.001", folder=tmp_path, **how))
     assert (tmp_path / "state.safetensors").stat().st_mtime_ns == began  # nothing was left to do
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "history.json", "state.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "history.json", "state.safetensors"]
 
 
 @pytest.mark.parametrize(

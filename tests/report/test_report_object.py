@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,14 @@ def test_a_failing_save_leaves_nothing_behind(
     with pytest.raises(OSError, match="disk full"):
         Report(summary).save(tmp_path / "new" / "out")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_save_leaves_other_folders_alone(tmp_path: Path, run: Callable[..., Path]) -> None:
+    mine = tmp_path / f".copy.{os.getpid()}.part" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    Report.load(run()).save(tmp_path / "copy")
+    assert mine.read_text() == "mine" and {p.name for p in tmp_path.iterdir()} >= {"copy", mine.parent.name}
 
 
 def test_save_does_not_mix_two_runs(run: Callable[..., Path]) -> None:

@@ -18,7 +18,16 @@ from gradveil.auditing.spec import read_spec
 from gradveil.cli import one_line
 from gradveil.core.errors import UserError
 from gradveil.models import build
-from gradveil.storage.files import DiskFull, alone_in, no_space, write_atomic, write_tensors
+from gradveil.storage.files import (
+    LOCK,
+    DiskFull,
+    alone_in,
+    no_space,
+    remove_leftovers,
+    write_atomic,
+    write_tensors,
+    write_text,
+)
 
 SHAPE = {"input_shape": (1, 4, 4), "num_classes": 2}
 
@@ -34,6 +43,25 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(RuntimeError):
         write_atomic(file, broken)
     assert file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_leftovers_of_killed_writers_are_removed_and_nothing_else(tmp_path, killed_writer):
+    kept = [".env.local", ".x.txt.abc123", ".gradveil-notes.part", ".gradveil-0123abcd-short.part", "x.part"]
+    for name in kept:
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".gradveil-0123abcd-abcdefgh.part").mkdir()
+    first, second = killed_writer(tmp_path / "x.txt"), killed_writer(tmp_path / "y.txt")
+    remove_leftovers(tmp_path, "x.txt")
+    assert not first.exists() and second.exists()
+    with alone_in(tmp_path, "search"):
+        assert not second.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {*kept, ".gradveil-0123abcd-abcdefgh.part", LOCK}
+    assert all((tmp_path / name).read_text() == name for name in kept)
+
+
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path):
+    write_text(tmp_path / ("x" * 255), "whole")
+    assert (tmp_path / ("x" * 255)).read_text() == "whole"
 
 
 def test_a_full_disk_is_one_line_whoever_notices_it(tmp_path, monkeypatch):
@@ -57,7 +85,7 @@ def test_files_are_private(tmp_path):
 
 def test_a_second_writer_is_refused_and_may_come_later(tmp_path):
     with (
-        FileLock(tmp_path / ".lock"),
+        FileLock(tmp_path / LOCK),
         pytest.raises(UserError, match="another search is writing"),
         alone_in(tmp_path, "search"),
     ):
@@ -75,7 +103,7 @@ def test_a_second_writer_is_refused_and_may_come_later(tmp_path):
 )
 def test_commands_keep_each_other_out(tmp_path, capsys, command, lock, says):
     (tmp_path / lock).mkdir()
-    with FileLock(tmp_path / lock / ".lock"):
+    with FileLock(tmp_path / lock / LOCK):
         assert cli.main([w.format(tmp_path) for w in command]) == 2
     assert says in capsys.readouterr().err
 

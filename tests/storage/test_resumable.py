@@ -228,11 +228,15 @@ def test_checkpoints_are_written_as_time_passes(tmp_path: Path, monkeypatch: pyt
     assert written == [3, 6, 9, 12, 15, 18]
 
 
-def test_leftovers_go_and_a_damaged_result_is_told(tmp_path: Path) -> None:
-    (tmp_path / ".net.partial.safetensors.abc123").write_bytes(b"half")
+def test_leftovers_go_and_a_damaged_result_is_told(tmp_path: Path, killed_writer: Callable[[Path], Path]) -> None:
     file = tmp_path / "net.safetensors"
+    for name in ("net.safetensors", "net.partial.safetensors"):
+        killed_writer(tmp_path / name)
+    others = killed_writer(tmp_path / "other.safetensors")  # in a shared cache its writer may still be at work
+    (tmp_path / ".net.partial.safetensors.mine").write_bytes(b"a user's")
     made = trained_once(file, lambda checkpoint: {"w": torch.ones(2)})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.safetensors", "net.safetensors.lock"]
+    names = {others.name, ".net.partial.safetensors.mine", "net.safetensors", "net.safetensors.lock"}
+    assert {p.name for p in tmp_path.iterdir()} == names
     assert torch.equal(trained_once(file, lambda checkpoint: pytest.fail("again"))["w"], made["w"])
     file.write_bytes(b"broken")
     with pytest.raises(UserError, match="damaged"):

@@ -20,7 +20,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.plan import Cell
 from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
-from gradveil.storage.files import LOCK, alone_in, write_json, write_tensors, write_text
+from gradveil.storage.files import LOCK, alone_in, is_temporary, remove_leftovers, write_json, write_tensors, write_text
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 
@@ -37,8 +37,8 @@ class RunFolder:
         self.check(case)
         with alone_in(self.path, "audit"):
             os.chmod(self.path, 0o700)  # it will hold private images
-            for leftover in [*self.path.glob(".*.*"), *self.path.glob("*/.*")]:
-                leftover.unlink(missing_ok=True)  # of a writer that was killed
+            for part in ("cells", "tensors", "cache"):
+                remove_leftovers(self.path / part)
             environment = {**self.environment, **environment_of(case)}
             write_json(self.path / "environment.json", environment)
             text = yaml.safe_dump(case.spec.plain(**case.names), sort_keys=False, allow_unicode=True)
@@ -46,19 +46,22 @@ class RunFolder:
             yield self
 
     def check(self, case: Case) -> None:
+        """Refuse a folder that is neither empty nor the folder of this case: other files are the user's."""
         if not self.path.exists():
             return
         if not self.path.is_dir():
             raise UserError(f"{self.path} is a file; --out names a folder.")
-        found = {p.name for p in self.path.iterdir()}
-        if "audit.yaml" not in found:
-            # A run that was killed as it began has at most these.
-            if found - {LOCK, "environment.json"} - {n for n in found if n.startswith(".")}:
+        environment = self.environment  # written before audit.yaml
+        written_here = {"case", "gradveil"} <= environment.keys()
+        if not (written_here and (self.path / "audit.yaml").is_file()):
+            # A run that was killed as it began leaves at most these.
+            started = {LOCK, "environment.json"} if written_here else {LOCK}
+            if any(p.name not in started and not is_temporary(p.name) for p in self.path.iterdir()):
                 raise UserError(f"{self.path} is not empty and holds no audit; choose another --out.")
             return
         try:
             before = yaml.safe_load((self.path / "audit.yaml").read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
+        except (yaml.YAMLError, UnicodeDecodeError, OSError):
             raise UserError(f"{self.path}/audit.yaml cannot be read; choose another --out.") from None
         before = before if isinstance(before, dict) else {}
         for name, value in case.terms.items():
@@ -66,7 +69,7 @@ class RunFolder:
                 raise UserError(
                     f"{self.path} holds another audit ({name} {before.get(name)}, now {value}); choose another --out."
                 )
-        if self.environment.get("case", case.id) != case.id:
+        if environment["case"] != case.id:
             raise UserError(
                 f"{self.path} holds an audit of the same name, but the data, the model or gradveil has changed since; "
                 "choose another --out."
@@ -113,7 +116,12 @@ class RunFolder:
     @property
     def environment(self) -> dict[str, Any]:
         file = self.path / "environment.json"
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (TypeError, ValueError):  # no JSON, or no object
+            raise UserError(f"{file} is not that of an audit, or damaged; choose another --out.") from None
 
     def finish(self, summary: dict[str, Any], seconds: float) -> None:
         before = self.environment

@@ -18,9 +18,10 @@ from scipy.stats import norm, t
 
 from gradveil.core.errors import UserError
 from gradveil.report import words
-from gradveil.report.folder import RunFolder, write_atomically
+from gradveil.report.folder import RunFolder
 from gradveil.report.pictures import Place, place_of
 from gradveil.report.view import DefenseView, SummaryView, number, whole
+from gradveil.storage.files import write_text
 
 WORST = "worst of all"  # the row of a defense that takes the strongest attack on every image
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
@@ -168,8 +169,8 @@ def write_comparison(comparison: Comparison, file: str | Path) -> Path:
     file = Path(file)
     if file.is_dir():
         raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return write_atomically(file, text)
+    write_text(file, text)
+    return file
 
 
 # -- may they be compared? -------------------------------------------------------------------------------------------

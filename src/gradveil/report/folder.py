@@ -1,9 +1,8 @@
-"""A run's folder, read and written: `summary.json` must be there, everything else may be missing."""
+"""A run's folder, as reports read it: `summary.json` must be there, everything else may be missing."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,16 +97,3 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{file} does not hold a JSON object. Was it edited by hand?")
     return value
-
-
-def write_atomically(file: Path, text: str) -> Path:
-    """Write all or nothing: a reader never sees half a file."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        # A lone surrogate in somebody's class name is legal JSON but not UTF-8; it must not cost the page.
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file

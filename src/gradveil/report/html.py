@@ -19,9 +19,10 @@ from markupsafe import Markup
 
 from gradveil.core.errors import UserError
 from gradveil.report import chart, words
-from gradveil.report.folder import RunFolder, write_atomically
+from gradveil.report.folder import RunFolder
 from gradveil.report.pictures import Pictures, Place, Strip, collect, place_of, worst_of
 from gradveil.report.view import DefenseView, Row, SummaryView, number, texts, whole
+from gradveil.storage.files import write_text
 
 PictureMode = Literal["none", "blurred", "shown"]
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
@@ -81,7 +82,8 @@ def write_report(run_dir: Path, pictures: PictureMode = "blurred") -> Path:
     if pictures not in get_args(PictureMode):
         raise UserError(f"pictures '{pictures}': choose one of {', '.join(get_args(PictureMode))}.")
     run = RunFolder.read(Path(run_dir))
-    return write_atomically(run.path / "report.html", render(run, pictures))
+    write_text(run.path / "report.html", render(run, pictures))
+    return run.path / "report.html"
 
 
 def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:

@@ -13,20 +13,20 @@ from xml.etree import ElementTree as ET
 
 from gradveil.core.errors import UserError
 from gradveil.report import words
-from gradveil.report.folder import write_atomically
 from gradveil.report.view import LEAKS, DefenseView, SummaryView
+from gradveil.storage.files import write_text
 
 Failures = Mapping[str, Sequence[str]]  # by condition, the defenses for which it holds
 
 
 def write_junit(summary: Mapping[str, Any], failures: Failures, file: str | Path) -> Path:
-    """One test suite a defense: a test case for every condition and one for every attack."""
+    """One test suite per defense: one test case for every condition and one for every attack."""
     file = check_file(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
     root = _suites(SummaryView.read(summary), failures)
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
-    return write_atomically(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n')
+    write_text(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n')
+    return file
 
 
 def check_file(file: str | Path) -> Path:

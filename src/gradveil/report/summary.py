@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gradveil.core.errors import UserError
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
-from gradveil.report.folder import read_summary, write_atomically
+from gradveil.report.folder import read_summary
 from gradveil.report.html import PictureMode, write_report
 from gradveil.report.view import LEAKS, METRICS, NO_LEAK, UNREFUTED, SummaryView, mapping, texts
+from gradveil.storage.files import write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,13 +105,11 @@ class Report:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"{target} is already there and not empty; choose another folder.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        part = Path(tempfile.mkdtemp(dir=target.parent, prefix=".gradveil-", suffix=".part"))
         try:
             if self.folder is not None:
-                shutil.copytree(self.folder, part)
-            else:
-                part.mkdir()
-            write_atomically(part / "summary.json", json.dumps(self.summary, indent=1) + "\n")
+                shutil.copytree(self.folder, part, dirs_exist_ok=True)
+            write_json(part / "summary.json", self.summary)
             if not (part / "report.html").exists():
                 write_report(part, pictures)
             if target.exists():

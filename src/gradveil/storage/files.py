@@ -1,10 +1,12 @@
-"""Writing so that a reader never meets half a file: to a private temporary name beside it, flushed, then renamed."""
+"""Writing so that a reader never sees half a file: to a private temporary file beside it, flushed, then renamed."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,14 +20,15 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 
-LOCK = ".lock"
+LOCK = ".gradveil.lock"
+_TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Have `write` fill a temporary file and put it in `path`'s place, on disk for good."""
     with room_for(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path.name), suffix=".part")
         os.close(handle)
         temporary = Path(name)
         try:
@@ -36,6 +39,24 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _prefix(name: str) -> str:
+    """How the temporary files of one target begin. A hash, because the name itself may be as long as names can be."""
+    return f".gradveil-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}-"
+
+
+def is_temporary(name: str, target: str | None = None) -> bool:
+    """Whether `write_atomic` makes such names, for the file name `target` if one is given."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and (target is None or match[1] == _prefix(target))
+
+
+def remove_leftovers(folder: Path, target: str | None = None) -> None:
+    """Remove the temporary files of writers that were killed, and nothing else. The caller holds the folder's lock."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if is_temporary(path.name, target) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 class DiskFull(UserError):
@@ -85,6 +106,7 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder}: cannot write there ({(error.strerror or str(error)).lower()}).") from None
     try:
+        remove_leftovers(folder)
         yield
     finally:
         lock.release()
@@ -95,7 +117,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    # A lone surrogate in a class name is legal JSON but not UTF-8; a report is written nevertheless.
+    path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
-from gradveil.storage.files import room_for, write_tensors
+from gradveil.storage.files import remove_leftovers, room_for, write_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
 
@@ -42,8 +42,8 @@ def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> 
             if file.exists():
                 found = _read(file)
             else:
-                for leftover in file.parent.glob(f".{partial.name}.*"):
-                    leftover.unlink()  # of a writer that was killed
+                for target in (file, partial):
+                    remove_leftovers(file.parent, target.name)
                 found = train(partial)
                 write_tensors(file, found)
             partial.unlink(missing_ok=True)
