@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gradveil.core.gradients import ModelFunction, local_delta
-from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update, generator
+from gradveil.core.types import Batch, LocalTraining, Streams, Tensors, Trace, Update, generator
 from gradveil.defenses.base import Defense, Setup, Step
 
 
 class Client:
-    """One participant with its local data. `model` is the network as both sides run it (after `Defense.model`)."""
+    """One participant with its local data. `model` is the network as both sides run it (after `Defense.model`).
+
+    All draws come from `streams`; without them, from `seed`, which an audit repeats and an attacker could guess.
+    """
 
     def __init__(
         self,
@@ -29,19 +33,21 @@ class Client:
         mean: Tensor,
         std: Tensor,
         seed: int = 0,
+        streams: Streams | None = None,
         cache: Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ):
         self.model, self.defense, self.training = model, defense, training
         self.num_classes, self.mean, self.std, self.seed = num_classes, mean, std, seed
-        rng = generator(seed, "prepare")
+        self.streams = streams or partial(generator, seed)
+        rng = self.streams("prepare")
         self.memory = defense.prepare(
             Setup(model, state, private, public, num_classes, mean, std, seed, rng, cache, progress)
         )
 
     def protect(self, state: Tensors, batch: Batch, *key: int | str) -> tuple[Batch, Tensors]:
         """The data stage: what the client trains on in place of `batch`, and the secrets of it."""
-        step = self._step(state, batch, generator(self.seed, "data", *key))
+        step = self._step(state, batch, self.streams("data", *key))
         return self.defense.data(batch, step), step.secrets
 
     def round(
@@ -51,7 +57,7 @@ class Client:
         secrets: Tensors = {}
         if protected is None:
             protected, secrets = self.protect(state, batch, *key)
-        rng = generator(self.seed, "round", *key)
+        rng = self.streams("round", *key)
         fed: list[Batch] = []
 
         def gradient(parameters: Tensors, part: slice) -> Tensors:

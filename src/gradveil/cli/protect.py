@@ -22,18 +22,23 @@ def command(
     defense: Annotated[str, typer.Option(help="loda, ats, mixup or instahide, as name:key=value,…")] = "loda",
     public: Annotated[Text, typer.Option(help="Data set of the same kind that anybody may have.")] = None,
     size: Annotated[Whole, typer.Option(help="Crop to a square and resize to so many pixels.", min=4, max=1024)] = None,
-    seed: Annotated[int, typer.Option(help="All randomness comes from it.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    reproducible: Annotated[
+        Whole, typer.Option(metavar="SEED", help="Draw from this seed: everyone who knows it can undo the protection.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")] = False,
 ) -> int:
     """Write a protected copy of an image data set, to train on in place of the original.
 
     A run that was stopped goes on where it was when the same command is given again. Copies made by mixup and instahide
     have soft labels and are .npz files.
     """
+    from gradveil.core.types import REPRODUCIBLE
     from gradveil.metrics import identify, psnr
     from gradveil.protection.dataset import protect_files
 
     console = Console(stderr=True)
+    if reproducible is not None:
+        console.print(f"Warning: {REPRODUCIBLE}", style="yellow", soft_wrap=True)
     with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         tasks = {}
 
@@ -42,7 +47,9 @@ def command(
                 tasks[what] = bar.add_task(what)
             bar.update(tasks[what], completed=done, total=total)
 
-        copy = protect_files(source, target, defense, public=public, size=size, seed=seed, progress=show)
+        copy = protect_files(
+            source, target, defense, public=public, size=size, reproducible=reproducible, progress=show
+        )
     if not quiet:
         some, shown = copy.original[:LOOKED_AT], copy.protected.x[:LOOKED_AT].clamp(0, 1)
         known = identify(some.x, some.y, shown, copy.original)

@@ -6,10 +6,13 @@ What an adversary is granted beyond that stands in its `Knowledge`, and only the
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 Level = Literal["realistic", "paper", "upper-bound"]
 Kind = Literal["gradient", "delta"]
+
+REPRODUCIBLE = "the protection is reproducible: everyone who knows the seed can undo it."
+_BEGIN, _WORDS = 24, 624  # where the Mersenne Twister's words lie in the state of a torch.Generator, and how many
 
 
 @dataclass(frozen=True)
@@ -217,8 +223,34 @@ def observe(
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A random stream of its own for (seed, victim, draw, purpose …): no draw depends on the order of work."""
-    import hashlib
+    """A random stream of its own for (seed, victim, draw, purpose …): no draw depends on the order of work.
 
+    For audits only: torch uses 32 bits of a seed, so that a stream can be found by trying. `Streams` cannot.
+    """
     digest = hashlib.sha256("\x1f".join(str(k) for k in key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Random streams for protection. All 19,968 bits of a stream's state are hashed from a secret and the stream's key.
+
+    `fresh` adds new randomness of the operating system to every stream: no two streams are alike, whatever their keys.
+    """
+
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    fresh: bool = True
+
+    @classmethod
+    def of_seed(cls, seed: int) -> Streams:
+        """Streams that everyone who knows the seed can repeat."""
+        return cls(f"reproducible {seed}".encode(), fresh=False)
+
+    def __call__(self, *key: int | str) -> torch.Generator:
+        parts = [self.secret, *(str(k).encode() for k in key), secrets.token_bytes(32) if self.fresh else b""]
+        hashed = hashlib.shake_256(b"".join(hashlib.sha256(part).digest() for part in parts))
+        words = np.frombuffer(hashed.digest(4 * _WORDS), dtype=np.uint32).astype(np.int64)
+        rng = torch.Generator().manual_seed(0)
+        state = rng.get_state()
+        state[_BEGIN : _BEGIN + 8 * _WORDS].view(torch.int64).copy_(torch.from_numpy(words))
+        return rng.set_state(state)

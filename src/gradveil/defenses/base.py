@@ -7,7 +7,7 @@ A defense holds settings only: what it learns from private data is returned by `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.settings import spec_of
 from gradveil.core.types import Batch, Tensors
@@ -181,3 +182,30 @@ class Chain(Defense):
         """Each part with the same step but its own memory; the random stream and the secrets are shared."""
         memories = step.memory if step.memory is not None else [None] * len(self._parts)
         return [(part, Step(**{**vars(step), "memory": m})) for part, m in zip(self._parts, memories, strict=True)]
+
+
+def checked_update(expected: Mapping[str, Tensor], returned: object) -> Tensors:
+    """The tensors that a defense returned, in the expected kinds, if they may leave: all of them, and nothing else.
+
+    Names and shapes must be those of `expected`, values real floating point numbers, finite in the kind that leaves.
+    """
+    if not isinstance(returned, Mapping):
+        raise UserError(f"the defense returned {type(returned).__name__}, not tensors by name; nothing is sent.")
+    if wrong := [name for name in (*expected, *returned) if (name in expected) != (name in returned)]:
+        problem = "returned nothing for" if wrong[0] in expected else "added"
+        raise UserError(f"the defense {problem} '{wrong[0]}'; nothing is sent.")
+    checked = {}
+    for name, like in expected.items():
+        value = returned[name]
+        for one in (value, like):
+            if not isinstance(one, Tensor) or not one.is_floating_point() or one.layout != torch.strided:
+                kind = one.dtype if isinstance(one, Tensor) else type(one).__name__
+                raise UserError(f"'{name}' holds {kind}, not real floating point numbers; nothing is sent.")
+        if value.shape != like.shape:
+            raise UserError(
+                f"'{name}' is {tuple(value.shape)} after the defense, not {tuple(like.shape)}; nothing is sent."
+            )
+        checked[name] = value.detach().to(like)
+        if not bool(torch.isfinite(checked[name]).all()):
+            raise UserError(f"values would leave that are not finite in '{name}'; nothing is sent.")
+    return checked

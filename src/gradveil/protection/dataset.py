@@ -1,7 +1,8 @@
 """A protected copy of an image data set: a folder of pictures by class, or an .npz archive.
 
 Work is done batch by batch; finished batches are kept in a hidden folder beside the copy, so that a killed run goes on
-where it was when it is started again, and the copy itself appears whole at the end or not at all.
+where it was when it is started again, and the copy itself appears whole at the end or not at all. The secret that all
+draws of a run come from lies in that folder too, and goes with it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.types import Batch, Streams, Tensors
 from gradveil.data import load
 from gradveil.data.raw import Array, Images
 from gradveil.data.readers.image_folder import by_class, decode, subfolders
@@ -70,24 +72,28 @@ def protect_files(
     *,
     public: str | None = None,
     size: int | None = None,
-    seed: int = 0,
+    reproducible: int | None = None,
     progress: Progress | None = None,
 ) -> Copy:
-    """Write a copy of `source` in which every image went through `defense`. `public` names images that anybody has."""
+    """Write a copy of `source` in which every image went through `defense`. `public` names images that anybody has.
+
+    `reproducible` is a seed in place of the operating system's randomness: everyone who knows it can undo the protection.
+    """
     method = parse(defense)
     soft = _check_stages(method)
     found = _read(source, size)
     work, done = target.parent / f".{target.name}.unfinished", found.batch
-    others = _public(public, found.batch.x, seed) if public else None
+    others = _public(public, found.batch.x) if public else None
     mean, std = _normalisation(others, found.batch.x.shape[1])
-    key = _key(method, found, others, seed)
+    key = _key(method, found, others, reproducible)
     if not (
-        target.exists() and _note(work) == key
+        target.exists() and _secret(work, key)
     ):  # killed after the copy was put in place: there is little left to do
         _check_target(source, target, found, soft)
     with room_for(target), alone_in(work, "protect"):
-        _clear(work, key)
-        job = Job(work, others, found.classes, mean, std, seed, progress)
+        secret = _begin(work, key)
+        streams = Streams(secret, fresh=False) if reproducible is None else Streams.of_seed(reproducible)
+        job = Job(work, others, found.classes, mean, std, streams, progress)
         try:
             for place, part in enumerate(
                 method.parts
@@ -159,9 +165,9 @@ def _check_target(source: Path, target: Path, found: Source, soft: bool) -> None
         raise UserError(f"{target}: the copy of {source} is {wanted}; give a name for that.")
 
 
-def _public(text: str, private: Tensor, seed: int) -> Batch:
+def _public(text: str, private: Tensor) -> Batch:
     """Every image of another data set, but for those that are to be protected."""
-    pool = load(text, seed=seed).pool()
+    pool = load(text).pool()
     if pool.x.shape[1:] != private.shape[1:]:
         theirs, ours = ("×".join(map(str, x.shape[1:])) for x in (pool.x, private))
         raise UserError(f"public images of '{text}' are {theirs}, these are {ours}; they must be alike (see size=).")
@@ -184,26 +190,32 @@ def _normalisation(public: Batch | None, channels: int) -> tuple[Tensor, Tensor]
     return mean, torch.where(std > 1e-3, std, torch.ones_like(std))
 
 
-def _key(method: Defense, found: Source, public: Batch | None, seed: int) -> str:
+def _key(method: Defense, found: Source, public: Batch | None, reproducible: int | None) -> str:
     """One key for one result."""
-    key = hashlib.sha256(f"{method.spec}\x1f{seed}\x1f{found.class_names}\x1f{found.files}".encode())
+    key = hashlib.sha256(f"{method.spec}\x1f{reproducible}\x1f{found.class_names}\x1f{found.files}".encode())
     for batch in (found.batch, public):
         for part in (batch.x, batch.y) if batch else ():
             key.update(f"{tuple(part.shape)}".encode() + part.numpy().tobytes())
     return key.hexdigest()
 
 
-def _clear(work: Path, key: str) -> None:
-    """Finished batches of another run are of no use."""
-    if _note(work) != key:
-        _empty(work)
-        write_json(work / NOTE, {"key": key})
+def _begin(work: Path, key: str) -> bytes:
+    """The secret of the run: the stored one, or a new one. Finished batches of another run are of no use."""
+    if secret := _secret(work, key):
+        return secret
+    _empty(work)
+    secret = secrets.token_bytes(32)
+    write_json(
+        work / NOTE, {"key": key, "secret": secret.hex()}
+    )  # readable for the owner alone, as all that is written
+    return secret
 
 
-def _note(work: Path) -> str | None:
-    """Which run the batches in the folder are of."""
+def _secret(work: Path, key: str) -> bytes | None:
+    """The secret of the run that the batches in the folder are of, if it is this run."""
     file = work / NOTE
-    return json.loads(file.read_text()).get("key") if file.exists() else None
+    note = json.loads(file.read_text()) if file.exists() else {}
+    return bytes.fromhex(note["secret"]) if note.get("key") == key else None
 
 
 def _empty(work: Path, *kept: str) -> None:
@@ -221,7 +233,7 @@ class Job:
     classes: int
     mean: Tensor
     std: Tensor
-    seed: int
+    streams: Streams
     progress: Progress | None
 
     def apply(self, part: Defense, place: int, data: Batch) -> Batch:
@@ -231,9 +243,8 @@ class Job:
         rows: list[Tensors] = []
         for i, file in enumerate(files):
             if not file.exists():
-                made = self._encode(
-                    part, memory, data[i * BATCH : (i + 1) * BATCH], generator(self.seed, "protect", place, i)
-                )
+                rows_in = data[i * BATCH : (i + 1) * BATCH]
+                made = self._encode(part, memory, rows_in, self.streams("protect", place, i))
                 write_tensors(file, {"x": made.x, "y": made.y})
             rows.append(load_file(file))
             if self.progress:
@@ -241,7 +252,7 @@ class Job:
         return Batch(torch.cat([row["x"] for row in rows]), torch.cat([row["y"] for row in rows]))
 
     def _setup(self, place: int, data: Batch) -> Setup:
-        model, rng = self._model(data), generator(self.seed, "prepare", place)
+        model, rng = self._model(data), self.streams("prepare", place)
         return Setup(
             model=model,
             state=model.state(),
@@ -250,7 +261,6 @@ class Job:
             num_classes=self.classes,
             mean=self.mean,
             std=self.std,
-            seed=self.seed,
             rng=rng,
             cache=self.work,
             progress=self.progress,

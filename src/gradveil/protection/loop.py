@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +14,107 @@ from torch import Tensor, nn
 
 from gradveil.client import Client
 from gradveil.core.errors import UserError
-from gradveil.core.gradients import Loss, Mode, ModelFunction, cross_entropy
-from gradveil.core.types import Batch, LocalTraining
+from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.types import REPRODUCIBLE, Batch, LocalTraining, Streams, Tensors
 from gradveil.defenses import Defense, parse
+from gradveil.defenses.base import Setup, Step, checked_update
+
+
+def log_round(defense: Defense, tensors: int, unprotected: int = 0, level: int = logging.INFO) -> None:
+    """Say what left: how many tensors the defense acted on, and how many buffers left as they are."""
+    logger = logging.getLogger("gradveil")
+    logger.log(level, "'%s' acted on %d tensors", defense.spec, tensors)
+    if unprotected:
+        logger.warning("%d buffers leave unprotected", unprotected)
+
+
+class Checked(Defense):
+    """A defense whose gradients and updates are refused unless they are complete."""
+
+    def __init__(self, inner: Defense):
+        self._inner = inner
+
+    @property
+    def parts(self) -> tuple[Defense, ...]:
+        return self._inner.parts
+
+    def prepare(self, setup: Setup) -> Any:
+        return self._inner.prepare(setup)
+
+    def data(self, batch: Batch, step: Step) -> Batch:
+        return self._inner.data(batch, step)
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        return self._inner.batch(batch, step)
+
+    def gradient(self, tensors: Tensors, step: Step) -> Tensors:
+        return checked_update(tensors, self._inner.gradient(dict(tensors), step))
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return checked_update(tensors, self._inner.update(dict(tensors), step))
 
 
 class Shield:
     """Gives a model the protected gradient of each batch. `model` is the network to train, after the model stage.
 
-    Data-stage defenses act once on every image: what an image became is remembered and used again.
+    Data-stage defenses act once on every image: the result is remembered and used again. Keep it over a restart with
+    `state_dict` and `load_state_dict`: two encodings of one image give away more than one.
     """
+
+    _log_level = logging.INFO
 
     def __init__(self, module: nn.Module, client: Client, defense: Defense):
         self.model, self.defense = module, defense
-        self._client, self._known, self._round = client, dict[str, Batch](), 0
+        self._client, self._encoded, self._round = client, dict[bytes, Batch](), 0
 
     def backward(self, x: Tensor, y: Tensor) -> None:
         """Put the protected gradient of the batch into `.grad` of the model's parameters (added, as torch does).
 
-        `x` are pixels in [0, 1]; the mean and std given to `protect` are applied here.
+        `x` are pixels in [0, 1]; the mean and std given to `protect` are applied here. Where the defense returns
+        something that must not leave, no `.grad` changes.
         """
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         state = {name: t.detach() for name, t in state.items()}
         batch = Batch(x.detach(), y.detach())
         self._round += 1
         update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))
-        for name, parameter in self.model.named_parameters():
-            if name in update.tensors:
-                found = update.tensors[name].to(parameter)
-                parameter.grad = found if parameter.grad is None else parameter.grad + found
+        parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.model.trainable}
+        protected = checked_update(parameters, update.tensors)
+        sums = {n: t if (old := parameters[n].grad) is None else old + t for n, t in protected.items()}
+        for name, gradient in checked_update(parameters, sums).items():
+            parameters[name].grad = gradient
+        log_round(self.defense, len(parameters), level=self._log_level)
         self._track_statistics(trace.fed.x)
 
-    def _protected(self, state: dict[str, Tensor], batch: Batch) -> Batch:
+    def state_dict(self) -> Tensors:
+        """The images after the data stage: `hash` has one row per image (SHA-256 of its pixels), `x` and `y` likewise."""
+        if not self._encoded:
+            return {}
+        rows = self._encoded.values()
+        hashes = torch.stack([torch.frombuffer(bytearray(name), dtype=torch.uint8) for name in self._encoded])
+        return {"hash": hashes, "x": torch.cat([b.x for b in rows]).cpu(), "y": torch.cat([b.y for b in rows]).cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Use these encodings, of `state_dict`, for their images."""
+        if not state:
+            return
+        if set(state) != {"hash", "x", "y"} or len({len(t) for t in state.values()}) != 1 or state["x"].ndim != 4:
+            raise UserError("this is not the state of a shield: it has hash, x and y, with one row per image each.")
+        hashes = [row.numpy().tobytes() for row in state["hash"]]
+        self._encoded.update((h, Batch(state["x"][i : i + 1], state["y"][i : i + 1])) for i, h in enumerate(hashes))
+
+    def _protected(self, state: Tensors, batch: Batch) -> Batch:
         if "data" not in self.defense.stages:
             return batch
-        names = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in batch.x.cpu()]
-        new = [i for i, name in enumerate(names) if name not in self._known]
+        names = [hashlib.sha256(image.numpy().tobytes()).digest() for image in batch.x.cpu()]
+        new = [i for i, name in enumerate(names) if name not in self._encoded]
         if new:
-            found, _ = self._client.protect(state, batch[new], self._round)
-            self._known.update((names[i], found[j : j + 1]) for j, i in enumerate(new))
-        rows = [self._known[name] for name in names]
-        return Batch(torch.cat([r.x for r in rows]), torch.cat([r.y for r in rows]))
+            encoded, _ = self._client.protect(state, batch[new], self._round)
+            self._encoded.update((names[i], encoded[j : j + 1]) for j, i in enumerate(new))
+        rows = [self._encoded[name] for name in names]
+        return Batch(
+            torch.cat([r.x for r in rows]).to(batch.x.device), torch.cat([r.y for r in rows]).to(batch.y.device)
+        )
 
     def _track_statistics(self, fed: Tensor) -> None:
         """BatchNorm's running statistics live in the model itself and are followed on what was really fed."""
@@ -73,35 +135,54 @@ def protect(
     loss: Loss = cross_entropy,
     mean: Iterable[float] | None = None,
     std: Iterable[float] | None = None,
-    seed: int = 0,
+    reproducible: int | None = None,
     cache: Path | None = None,
 ) -> Shield:
     """A shield for a plain PyTorch loop.
 
     `data` is the client's training set ((x, y) tensors or a torch Dataset, pixels in [0, 1]); defenses that prepare
-    themselves need it. Train `shield.model`: a model-stage defense changes the network.
+    themselves need it. Train `shield.model`: a model-stage defense changes the network. Draws come from the operating
+    system; `reproducible` is a seed in their place, for tests: everyone who knows it can undo the protection.
     """
-    found = parse(defense)
-    private = as_batch(data)
-    shape = tuple(private.x.shape[1:])
-    module = found.model(model, shape)  # type: ignore[arg-type]
-    mode: Mode = "train" if module.training else "eval"
-    classes = num_classes or int(private.hard_labels.max()) + 1
-    channels = shape[0]
-    client = Client(
-        ModelFunction(module, loss, mode),
-        found,
+    method, private = parse(defense), as_batch(data)
+    module = method.model(model, tuple(private.x.shape[1:]))  # type: ignore[arg-type]
+    if reproducible is not None:
+        warnings.warn(REPRODUCIBLE, stacklevel=2)
+    streams = Streams() if reproducible is None else Streams.of_seed(reproducible)
+    client = make_client(
+        module, Checked(method), private, public, num_classes, loss, mean, std, streams=streams, cache=cache
+    )
+    return Shield(module, client, method)
+
+
+def make_client(
+    module: nn.Module,
+    defense: Checked,
+    private: Batch,
+    public: Any,
+    num_classes: int | None,
+    loss: Loss,
+    mean: Iterable[float] | None,
+    std: Iterable[float] | None,
+    *,
+    streams: Streams,
+    cache: Path | None,
+) -> Client:
+    """A client that protects real training. It has no seed: networks that a defense trains may be known, draws not."""
+    channels = private.x.shape[1]
+    return Client(
+        ModelFunction(module, loss, "train" if module.training else "eval"),
+        defense,
         LocalTraining(),
         state={n: t.detach().clone() for n, t in module.state_dict().items()},
         private=private,
         public=None if public is None else as_batch(public),
-        num_classes=classes,
+        num_classes=num_classes or int(private.hard_labels.max()) + 1,
         mean=torch.tensor(list(mean)) if mean is not None else torch.zeros(channels),
         std=torch.tensor(list(std)) if std is not None else torch.ones(channels),
-        seed=seed,
+        streams=streams,
         cache=cache,
     )
-    return Shield(module, client, found)
 
 
 def as_batch(data: Any) -> Batch:

@@ -6,7 +6,6 @@ in, `save_arrays` where they arrive.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Update
+from gradveil.core.types import Streams, Update
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Step
+from gradveil.defenses.base import Step, checked_update
+from gradveil.protection.loop import log_round
 from gradveil.storage.updates import save_update
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -56,31 +56,34 @@ def protect_arrays(
 
     Whole numbers, and arrays whose names match `untouched` (shell patterns), leave as they are. With `sends="update"`,
     `after` holds the update itself. Noise comes from `rng`; without one, from the system's own randomness, which a server
-    cannot repeat. What the defense leaves alone comes back bit for bit.
+    cannot repeat. What the defense leaves alone comes back bit for bit. Where something is not finite, of another kind or
+    missing, nothing is returned.
     """
-    method = update_defense(defense)
-    patterns = tuple(untouched)
+    method, patterns = update_defense(defense), tuple(untouched)
+    for name, array in after.items():
+        if array.dtype.kind not in "fiub" and not _matches(name, patterns):
+            raise UserError(f"'{name}' holds {array.dtype}, which no defense protects; nothing is sent.")
+        if array.dtype.kind in "fc" and not np.isfinite(array).all():
+            raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
     moved = [name for name, array in after.items() if _is_trained(name, array, patterns)]
     start = {name: _before(name, before, after[name]) if sends == "weights" else None for name in moved}
     update = {}
     for name in moved:
         first, last = start[name], after[name].astype(np.float64)
-        if not np.isfinite(last).all():
-            raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
         update[name] = torch.from_numpy(last if first is None else last - first)
     changed = update
     if update:
-        with torch.no_grad():
-            changed = method.update(update, _step(rng))
-    found = {}
-    for name, array in after.items():
-        if name in update:
-            plain, change = update[name].numpy(), changed[name].double().numpy()
-            moved_to = change if (first := start[name]) is None else first + change
-            found[name] = np.where(change == plain, array, moved_to.astype(array.dtype))
-        else:
-            found[name] = array
-    return found
+        with torch.no_grad():  # copies: a defense that works in place must not change what it is compared with
+            changed = checked_update(update, method.update({n: t.clone() for n, t in update.items()}, _step(rng)))
+    sent = dict(after)
+    for name, change in changed.items():
+        moved_to = change.numpy() if (first := start[name]) is None else first + change.numpy()
+        with np.errstate(over="ignore"):  # checked below
+            rounded = moved_to.astype(after[name].dtype)
+        sent[name] = np.where(change.numpy() == update[name].numpy(), after[name], rounded)
+    checked_update(update, {name: torch.from_numpy(sent[name].astype(np.float64)) for name in update})
+    log_round(method, len(changed), len(after) - len(changed))
+    return sent
 
 
 def check_arrays(received: Arrays, expected: Arrays) -> None:
@@ -129,7 +132,11 @@ def save_arrays(
 
 
 def _is_trained(name: str, array: NDArray[Any], untouched: tuple[str, ...]) -> bool:
-    return array.dtype.kind == "f" and not any(fnmatchcase(name, pattern) for pattern in untouched)
+    return array.dtype.kind == "f" and not _matches(name, untouched)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _before(name: str, before: Arrays, array: NDArray[Any]) -> NDArray[np.float64]:
@@ -148,9 +155,8 @@ class _Absent:
 
 
 def _step(rng: torch.Generator | None) -> Step:
-    drawn = rng or torch.Generator().manual_seed(secrets.randbits(63))
     nothing: Any = _Absent()
-    return Step(nothing, {}, nothing, torch.zeros(1), torch.ones(1), 0, drawn)
+    return Step(nothing, {}, nothing, torch.zeros(1), torch.ones(1), 0, rng or Streams()("update"))
 
 
 def _shape(array: NDArray[Any]) -> str:

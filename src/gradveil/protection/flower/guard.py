@@ -9,30 +9,29 @@ return guard.reply(loss=…)
 
 from __future__ import annotations
 
-import hashlib
-import secrets
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradveil.client import Client
 from gradveil.core.errors import UserError
-from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.core.types import Batch, LocalTraining, Tensors, generator
+from gradveil.core.gradients import Loss, cross_entropy
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Setup, Step
+from gradveil.defenses.base import Step, checked_update
 from gradveil.federation.rounds import seeded
 from gradveil.protection.flower.arrays import check_arrays
-from gradveil.protection.loop import Shield, as_batch
+from gradveil.protection.flower.mod import message_streams
+from gradveil.protection.loop import Checked, Shield, as_batch, log_round, make_client
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
 
-_SECRET, _PROTECTED = "gradveil-secret", "gradveil-protected"
+_PROTECTED = "gradveil-protected"
 
 
 def network(model: nn.Module, defense: str | Defense, input_shape: tuple[int, int, int], seed: int = 0) -> nn.Module:
@@ -51,21 +50,24 @@ def receive(model: nn.Module, arrays: ArrayRecord) -> None:
 class Guard(Shield):
     """A shield for one round: `model` holds the weights received, `reply` is what may leave after training it."""
 
+    _log_level = logging.DEBUG  # a step; the round is logged when its reply leaves
+
     def __init__(
         self, module: nn.Module, client: Client, defense: Defense, message: Message, record: str, private: Batch
     ):
         super().__init__(module, client, defense)
         self._message, self._record, self._private = message, record, private
         self._start = {name: t.detach().clone() for name, t in module.state_dict().items()}
-        # A guard lives for one round; draws must not begin anew in each.
-        self._round = int.from_bytes(hashlib.sha256(message.metadata.message_id.encode()).digest()[:6], "little")
 
-    def remember(self, protected: Batch) -> None:
-        """What each image of the client became in the data stage, so that it is the same in every round."""
-        self._known.update(
-            (hashlib.sha256(image.numpy().tobytes()).hexdigest(), protected[i : i + 1])
-            for i, image in enumerate(self._private.x.cpu())
-        )
+    def encode(self, context: Context) -> None:
+        """The data stage on the client's images: as in an earlier round, or for the first time."""
+        from flwr.app import ArrayRecord
+
+        if _PROTECTED in context.state.array_records:
+            stored = context.state.array_records[_PROTECTED].items()
+            self.load_state_dict({name: torch.from_numpy(array.numpy().copy()) for name, array in stored})
+        self._protected(self._client.model.state(), self._private)
+        context.state[_PROTECTED] = ArrayRecord(self.state_dict())  # type: ignore[arg-type]
 
     def reply(self, **metrics: float) -> Message:
         """The answer to the message: trained weights after the update stage, and how many examples they come from."""
@@ -73,22 +75,31 @@ class Guard(Shield):
 
         state = {name: t.detach() for name, t in self.model.state_dict().items()}
         for name, value in state.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if not bool(torch.isfinite(value).all()):
                 raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
-        trained = [n for n, p in self.model.named_parameters() if p.requires_grad and n in state]
+        parameters, first = dict(self.model.named_parameters(remove_duplicate=False)), dict[nn.Parameter, str]()
+        for name, parameter in parameters.items():
+            first.setdefault(parameter, name)  # of a tensor with several names, so that its noise is drawn once
+        buffers = [name for name in state if name not in parameters]
+        if unknown := set(buffers) - set(dict(self.model.named_buffers(remove_duplicate=False))):
+            raise UserError(f"'{min(unknown)}' is neither a parameter nor a buffer of the model; nothing is sent.")
+        trained = [n for p, n in first.items() if p.requires_grad or not torch.equal(state[n], self._start[n])]
         update = {name: state[name].double() - self._start[name].double() for name in trained}
         with torch.no_grad():
-            update = self.defense.update(update, self._leaving())
-        sent = {name: (self._start[name].double() + change).to(state[name]) for name, change in update.items()}
+            change = checked_update(update, self.defense.update(dict(update), self._leaving()))
+        sent = checked_update(
+            {name: state[name] for name in trained}, {n: self._start[n].double() + c for n, c in change.items()}
+        )
+        state.update((name, sent[first[p]]) for name, p in parameters.items() if name in state and first[p] in sent)
+        log_round(self.defense, len(sent), len(buffers))
         facts = MetricRecord({"num-examples": len(self._private), **metrics})
-        content = RecordDict({self._record: ArrayRecord({**state, **sent}), "metrics": facts})  # type: ignore[dict-item]
+        content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})  # type: ignore[arg-type]
         return Message(content, reply_to=self._message)
 
     def _leaving(self) -> Step:
         client = self._client
-        rng = generator(client.seed, "update", self._message.metadata.message_id)
         constants = (client.mean, client.std, client.num_classes)
-        return Step(client.model, self._start, self._private, *constants, rng, client.memory)
+        return Step(client.model, self._start, self._private, *constants, client.streams("update"), client.memory)
 
 
 def protect(
@@ -108,77 +119,26 @@ def protect(
 ) -> Guard:
     """A guard for this round's training on `data` ((x, y) tensors or a torch Dataset, pixels in [0, 1]).
 
-    The model in the message's array record `record` is checked before it is used. The client's secret seed and, with a
+    The model in the message's array record `record` is checked before it is used. The client's secret and, with a
     data-stage defense, its protected images are kept in `context.state`: a round must not show a second encoding of them.
     """
-    found, private = parse(defense), as_batch(data)
+    method, private = parse(defense), as_batch(data)
     if record not in message.content.array_records:
         raise UserError(f"the message has no array record '{record}'; name the model's with record=.")
-    shape = tuple(private.x.shape[1:])
-    module = network(model, found, shape)  # type: ignore[arg-type]
+    module = network(model, method, tuple(private.x.shape[1:]))  # type: ignore[arg-type]
     receive(module, message.content.array_records[record])
-    channels = shape[0]
-    client = Client(
-        ModelFunction(module, loss, "train" if module.training else "eval"),
-        _UntilUpdate(found),
-        LocalTraining(),
-        state={name: t.detach().clone() for name, t in module.state_dict().items()},
-        private=private,
-        public=None if public is None else as_batch(public),
-        num_classes=num_classes or int(private.hard_labels.max()) + 1,
-        mean=torch.tensor(list(mean)) if mean is not None else torch.zeros(channels),
-        std=torch.tensor(list(std)) if std is not None else torch.ones(channels),
-        seed=_seed(context),
-        cache=cache,
+    streams = message_streams(message, context)
+    client = make_client(
+        module, _UntilUpdate(method), private, public, num_classes, loss, mean, std, streams=streams, cache=cache
     )
-    guard = Guard(module, client, found, message, record, private)
-    if "data" in found.stages:
-        guard.remember(_protected(context, client, client.model.state(), private))
+    guard = Guard(module, client, method, message, record, private)
+    if "data" in method.stages:
+        guard.encode(context)
     return guard
 
 
-class _UntilUpdate(Defense):
+class _UntilUpdate(Checked):
     """A defense without its update stage, which acts once, on all the local steps together."""
 
-    def __init__(self, inner: Defense):
-        self._inner = inner
-
-    @property
-    def parts(self) -> tuple[Defense, ...]:
-        return self._inner.parts
-
-    def prepare(self, setup: Setup) -> Any:
-        return self._inner.prepare(setup)
-
-    def data(self, batch: Batch, step: Step) -> Batch:
-        return self._inner.data(batch, step)
-
-    def batch(self, batch: Batch, step: Step) -> Batch:
-        return self._inner.batch(batch, step)
-
-    def gradient(self, tensors: Tensors, step: Step) -> Tensors:
-        return self._inner.gradient(tensors, step)
-
-
-def _seed(context: Context) -> int:
-    """The client's own for the whole run, which no server can guess."""
-    from flwr.app import ConfigRecord
-
-    if _SECRET not in context.state.config_records:
-        context.state[_SECRET] = ConfigRecord({"seed": secrets.randbits(62)})
-    return int(context.state.config_records[_SECRET]["seed"])  # type: ignore[arg-type]
-
-
-def _protected(context: Context, client: Client, state: Tensors, private: Batch) -> Batch:
-    """The images after the data stage: as they were in an earlier round, or for the first time."""
-    from flwr.app import ArrayRecord
-
-    digest = np.frombuffer(hashlib.sha256(private.x.numpy().tobytes()).digest(), dtype=np.uint8)
-    if _PROTECTED in context.state.array_records:
-        kept = {name: array.numpy() for name, array in context.state.array_records[_PROTECTED].items()}
-        if np.array_equal(kept["of"], digest):
-            return Batch(torch.from_numpy(kept["x"].copy()), torch.from_numpy(kept["y"].copy()))
-    done, _ = client.protect(state, private, "flower")
-    kept_now: dict[str, Tensor] = {"x": done.x, "y": done.y, "of": torch.from_numpy(digest.copy())}
-    context.state[_PROTECTED] = ArrayRecord(kept_now)
-    return done
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return tensors

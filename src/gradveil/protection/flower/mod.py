@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError
+from gradveil.core.types import Streams
 from gradveil.defenses import Defense
 from gradveil.protection.flower.arrays import STATISTICS, Sends, protect_arrays, update_defense
 
 if TYPE_CHECKING:
+    import torch
     from flwr.app import Context, Message, RecordDict
 
 Handler = Callable[["Message", "Context"], "Message"]
 Mod = Callable[["Message", "Context", Handler], "Message"]
+_SECRET = "gradveil-secret"
 _BETWEEN = "\x1f"  # record and array as one name, for a defense that looks at the whole update
 
 
@@ -37,17 +42,34 @@ def mod(
     def protect_reply(message: Message, context: Context, call_next: Handler) -> Message:
         if message.metadata.message_type.partition(".")[0] != "train":
             return call_next(message, context)
-        received = _arrays(message.content)
+        received, rng = _arrays(message.content), message_streams(message, context)("update")
         reply = call_next(message, context)
         if reply.has_error():
             return reply
         try:
-            _protect(reply.content, received, method, patterns, open_records, sends)
+            _protect(reply.content, received, method, patterns, open_records, sends, rng)
         except UserError as error:
             return _refusal(message, str(error))
         return reply
 
     return protect_reply
+
+
+def message_streams(message: Message, context: Context) -> Streams:
+    """Random streams for the answer to one message.
+
+    They depend on the client's secret, the message, every array received (the same message with another model must not
+    bring the same noise) and on new randomness of the operating system.
+    """
+    from flwr.app import ConfigRecord
+
+    if _SECRET not in context.state.config_records:
+        context.state[_SECRET] = ConfigRecord({"secret": secrets.token_bytes(32)})
+    key = hashlib.sha256(repr((context.state.config_records[_SECRET]["secret"], message.metadata.message_id)).encode())
+    for record, arrays in _arrays(message.content).items():
+        for name, array in arrays.items():
+            key.update(repr((record, name, array.dtype.str, array.shape)).encode() + array.tobytes())
+    return Streams(key.digest())
 
 
 def _protect(
@@ -57,6 +79,7 @@ def _protect(
     untouched: tuple[str, ...],
     passed: set[str],
     sends: Sends,
+    rng: torch.Generator,
 ) -> None:
     from flwr.app import Array, ArrayRecord
 
@@ -67,7 +90,7 @@ def _protect(
             before[key + _BETWEEN + name] = array
         for name, array in arrays.items():
             after[key + _BETWEEN + name] = array
-    done = protect_arrays(before, after, method, untouched=untouched, sends=sends)
+    done = protect_arrays(before, after, method, untouched=untouched, sends=sends, rng=rng)
     for key, arrays in sent.items():
         content[key] = ArrayRecord({name: Array(done[key + _BETWEEN + name]) for name in arrays})
 
