@@ -153,7 +153,7 @@ def jobs(data: Path, few: Path, pictures: Path) -> list[Job]:
         Job("ATS search", lambda f: [*search, "--workers", "1", "--out", str(f / "policy.json")], searched),
         Job(
             "protected copy",
-            lambda f: ["protect", str(pictures), str(f / "copy"), "--defense", "ats", "--quiet"],
+            lambda f: ["protect", str(pictures), str(f / "copy"), "--defense", "ats", "--quiet", "--reproducible", "0"],
             protected,
         ),
     ]

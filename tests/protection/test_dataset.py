@@ -1,6 +1,9 @@
 """Protected copies: names, labels and formats kept, resumed after a kill, whole or not at all, refusals in one line."""
 
+import json
+import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli.protect import command
 from gradveil.core.errors import UserError
+from gradveil.core.types import generator
 from gradveil.defenses.data.ats.defense import ATS
 from gradveil.protection import dataset as protecting
 from gradveil.protection.dataset import protect_files
@@ -96,8 +100,8 @@ def test_instahide_tells_the_normalisation_it_flipped_signs_in(tmp_path):
 
 def test_a_chain_mixes_what_the_first_defense_made(tmp_path):
     source = archive(tmp_path / "in.npz")
-    first = protect_files(source, tmp_path / "first.npz", ATS_SPEC).protected.x
-    mixed = protect_files(source, tmp_path / "both.npz", f"{ATS_SPEC}+mixup:k=2").protected
+    first = protect_files(source, tmp_path / "first.npz", ATS_SPEC, reproducible=0).protected.x
+    mixed = protect_files(source, tmp_path / "both.npz", f"{ATS_SPEC}+mixup:k=2", reproducible=0).protected
     # Each mixed image is in the span of two protected ones, so none of it is an unprotected partner.
     flat = first.flatten(1).double()
     for image in mixed.x.flatten(1).double():
@@ -109,7 +113,7 @@ def test_a_chain_mixes_what_the_first_defense_made(tmp_path):
 def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(protecting, "BATCH", 4)
     source, target = archive(tmp_path / "in.npz", n=18), tmp_path / "out.npz"
-    whole = protect_files(source, tmp_path / "whole.npz", ATS_SPEC, seed=5).protected.x
+    whole = protect_files(source, tmp_path / "whole.npz", ATS_SPEC, reproducible=5).protected.x
 
     def killed(what: str, done: int, total: int) -> None:
         assert (what, total) == ("ats", 5)
@@ -117,13 +121,13 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        protect_files(source, target, ATS_SPEC, seed=5, progress=killed)
+        protect_files(source, target, ATS_SPEC, reproducible=5, progress=killed)
     assert not target.exists()
 
     calls = []
     real = ATS.data
     monkeypatch.setattr(ATS, "data", lambda self, batch, step: calls.append(len(batch)) or real(self, batch, step))
-    again = protect_files(source, target, ATS_SPEC, seed=5).protected.x
+    again = protect_files(source, target, ATS_SPEC, reproducible=5).protected.x
     assert calls == [4, 2]  # only what was missing
     assert torch.equal(again, whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz", "whole.npz"]
@@ -137,9 +141,41 @@ def test_unfinished_work_of_other_settings_is_not_used(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        protect_files(source, target, ATS_SPEC, seed=1, progress=killed)
-    found = protect_files(source, target, ATS_SPEC, seed=2).protected.x
-    assert torch.equal(found, protect_files(source, tmp_path / "fresh.npz", ATS_SPEC, seed=2).protected.x)
+        protect_files(source, target, ATS_SPEC, reproducible=1, progress=killed)
+    found = protect_files(source, target, ATS_SPEC, reproducible=2).protected.x
+    assert torch.equal(found, protect_files(source, tmp_path / "fresh.npz", ATS_SPEC, reproducible=2).protected.x)
+
+
+def test_a_killed_run_without_a_seed_keeps_its_secret_until_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(protecting, "BATCH", 4)
+    source, target = archive(tmp_path / "in.npz", n=18), tmp_path / "out.npz"
+
+    def killed(what: str, done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        protect_files(source, target, ATS_SPEC, progress=killed)
+    note = tmp_path / ".out.npz.unfinished" / "run.json"
+    assert stat.S_IMODE(note.stat().st_mode) == 0o600
+    secret = bytes.fromhex(json.loads(note.read_text())["secret"])
+    assert len(secret) == 32
+    resumed = protect_files(source, target, ATS_SPEC).protected.x
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]  # the secret went with the folder
+    other = protect_files(source, tmp_path / "other.npz", ATS_SPEC).protected.x
+    assert not torch.equal(resumed, other)
+    monkeypatch.setattr(protecting.secrets, "token_bytes", lambda size: secret)
+    assert torch.equal(resumed, protect_files(source, tmp_path / "same.npz", ATS_SPEC).protected.x)
+
+
+def test_a_copy_is_not_drawn_from_a_seed_that_can_be_guessed(tmp_path):
+    """With the images at hand, the draws of small seeds do not give the copy."""
+    source = archive(tmp_path / "in.npz")
+    copy = protect_files(source, tmp_path / "out.npz", ATS_SPEC)
+    for seed in range(3):
+        step = SimpleNamespace(rng=generator(seed, "protect", 0, 0), secrets={})
+        drawn = ATS(policy="15-1", crop=1).data(copy.original, step).x
+        assert (drawn - copy.protected.x).abs().mean() > 0.05
 
 
 def test_loda_starts_from_public_images_and_never_from_those_to_protect(tmp_path, monkeypatch):
@@ -206,9 +242,14 @@ def test_the_command(tmp_path):
     shown = CliRunner().invoke(app, [str(source), str(tmp_path / "a"), "--defense", ATS_SPEC])
     assert shown.exit_code == 0, shown.output
     assert "12 images" in shown.output and "dB" in shown.output
-    silent = CliRunner().invoke(
-        app, [str(source), str(tmp_path / "b"), "--defense", ATS_SPEC, "--quiet", "--seed", "1"]
-    )
+    silent = CliRunner().invoke(app, [str(source), str(tmp_path / "b"), "--defense", ATS_SPEC, "--quiet"])
     assert silent.exit_code == 0 and not silent.output
-    files = [(tmp_path / which / "cat" / "scan 0.png").read_bytes() for which in "ab"]
-    assert files[0] != files[1]  # another seed, another draw
+    for target in ("c", "d"):
+        options = ["--defense", ATS_SPEC, "--quiet", "--reproducible", "1"]
+        seeded = CliRunner().invoke(app, [str(source), str(tmp_path / target), *options])
+        assert seeded.exit_code == 0 and not seeded.stdout
+        assert len(seeded.stderr.splitlines()) == 1
+        assert "everyone who knows the seed can undo it" in seeded.stderr
+    files = [[path.read_bytes() for path in sorted((tmp_path / which).rglob("*.png"))] for which in "abcd"]
+    assert files[0] != files[1]  # no seed, no two copies alike
+    assert files[2] == files[3] != files[0]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gradveil as gv
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Streams, Tensors, generator
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense, Step
 
@@ -91,6 +96,123 @@ def test_every_batch_has_noise_of_its_own(shapes: DataSet) -> None:
     assert not torch.equal(*found)
 
 
+def noise_of(shapes: DataSet, **options: int) -> Tensor:
+    """The noise of a new shield: its gradient less the plain one."""
+    model = network(norm=False)
+    x, y = shapes.private.x[:4], shapes.private.y[:4]
+    plain = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    gv.protect(model, "gaussian:std=1.0", data=shapes.private, **options).backward(x, y)
+    return torch.cat([(p.grad - g).flatten() for p, g in zip(model.parameters(), plain, strict=True)])
+
+
+def test_no_two_shields_draw_the_same_noise(shapes: DataSet) -> None:
+    one, two = noise_of(shapes), noise_of(shapes)
+    assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.15  # 1,255 values
+    code = (
+        "import torch, gradveil as gv\n"
+        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2))\n"
+        "x, y = torch.zeros(2, 1, 2, 2), torch.tensor([0, 1])\n"
+        "gv.protect(model, 'gaussian:std=1.0', data=(x, y)).backward(x, y)\n"
+        "print(model[1].weight.grad.tolist())  # the images are zero: noise alone\n"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert runs[0].stdout != runs[1].stdout
+    assert runs[0].stdout.startswith("[[")
+
+
+def test_streams_of_known_seeds_do_not_remove_the_noise(shapes: DataSet) -> None:
+    noise, model = noise_of(shapes), network(norm=False)
+    for seed in range(3):
+        rng = generator(seed, "round", 1)
+        guess = torch.cat([torch.randn(p.shape, generator=rng).flatten() for p in model.parameters()])
+        assert float((noise - guess).norm()) > 1.2 * float(noise.norm())  # independent: 1.41 times
+
+
+def test_a_seed_is_asked_for_and_warned_of(shapes: DataSet) -> None:
+    with pytest.warns(UserWarning, match="everyone who knows the seed can undo it") as warned:
+        one = noise_of(shapes, reproducible=3)
+    assert len(warned) == 1
+    with pytest.warns(UserWarning, match="everyone"):
+        assert torch.equal(one, noise_of(shapes, reproducible=3))
+    with pytest.warns(UserWarning, match="everyone"):
+        assert not torch.equal(one, noise_of(shapes, reproducible=4))
+
+
+def test_the_whole_state_of_a_stream_is_secret() -> None:
+    """torch takes 32 bits of a seed, which can be tried out; here every word of the state comes from the secret."""
+    alike = [torch.rand(9, generator=torch.Generator().manual_seed(s)) for s in (7, 7 + 2**32)]
+    assert torch.equal(*alike)
+    streams = Streams(b"a secret", fresh=False)
+    states = torch.stack([s("round", 1).get_state()[24:-40].view(torch.int64)[:624] for s in (streams, Streams())])
+    assert int((states[0] == states[1]).sum()) < 3
+    assert int((states >> 32).abs().sum()) == 0
+    assert float(states.double().mean()) == pytest.approx(2**31, rel=0.1)
+    drawn = torch.randn(20_000, generator=streams("round", 1))
+    assert torch.equal(drawn, torch.randn(20_000, generator=streams("round", 1)))
+    assert not torch.equal(drawn, torch.randn(20_000, generator=streams("round", 2)))
+    assert (float(drawn.mean()), float(drawn.std())) == pytest.approx((0, 1), abs=0.03)
+    assert "secret" not in repr(streams)
+
+
+class Answer(Defense):
+    """Returns in the update stage whatever a test has it return."""
+
+    def __init__(self, answer: Callable[[Tensors], object]):
+        self.answer = answer
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return self.answer(tensors)  # type: ignore[return-value]
+
+
+def removed(tensors: Tensors) -> Tensors:
+    tensors.pop("0.bias")
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda t: {}, "returned nothing for '0.weight'"),
+        (removed, "returned nothing for '0.bias'"),
+        (lambda t: {**t, "more": torch.zeros(1)}, "added 'more'"),
+        (lambda t: None, "returned NoneType"),
+        (lambda t: {**t, "0.bias": [0.0] * 4}, "'0.bias' holds list"),
+        (lambda t: {**t, "0.bias": torch.zeros(4, dtype=torch.complex64)}, "'0.bias' holds torch.complex64"),
+        (lambda t: {**t, "0.bias": torch.zeros(4, dtype=torch.int64)}, "'0.bias' holds torch.int64"),
+        (lambda t: {**t, "0.bias": torch.zeros(5)}, r"'0.bias' is \(5,\) after the defense"),
+        (lambda t: {**t, "3.bias": t["3.bias"] * float("nan")}, "not finite in '3.bias'"),
+        (lambda t: {**t, "3.bias": torch.full((3,), 1e300, dtype=torch.double)}, "not finite in '3.bias'"),
+    ],
+)
+def test_what_must_not_leave_changes_no_gradient(
+    answer: Callable[[Tensors], object], words: str, shapes: DataSet
+) -> None:
+    model = network(norm=False)
+    model[0].bias.grad = torch.ones(4)
+    shield = gv.protect(model, Answer(answer), data=shapes.private)
+    with pytest.raises(UserError, match=words) as refused:
+        shield.backward(shapes.private.x[:4], shapes.private.y[:4])
+    assert "\n" not in str(refused.value)
+    assert torch.equal(model[0].bias.grad, torch.ones(4))
+    assert all(p.grad is None for n, p in model.named_parameters() if n != "0.bias")
+
+
+def test_gradients_that_overflow_when_added_are_refused(shapes: DataSet) -> None:
+    model = network(norm=False)
+    shield = gv.protect(model, Answer(lambda t: {n: torch.full_like(v, 3e38) for n, v in t.items()}), shapes.private)
+    shield.backward(shapes.private.x[:4], shapes.private.y[:4])
+    with pytest.raises(UserError, match="not finite in '0.weight'"):
+        shield.backward(shapes.private.x[:4], shapes.private.y[:4])
+    assert all(bool((p.grad == 3e38).all()) for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_each_round_is_logged(shapes: DataSet, caplog: pytest.LogCaptureFixture) -> None:
+    shield = gv.protect(network(norm=False), "prune:ratio=0.5", data=shapes.private)
+    with caplog.at_level("INFO", logger="gradveil"):
+        shield.backward(shapes.private.x[:4], shapes.private.y[:4])
+    assert caplog.messages == ["'prune:ratio=0.5' acted on 4 tensors"]
+
+
 class Darken(Defense):
     """Halves the pixels, and counts how many images it was given."""
 
@@ -126,6 +248,36 @@ def test_what_an_image_became_it_stays(shapes: DataSet) -> None:
         shield.backward(shapes.private.x[:6], shapes.private.y[:6])
         found.append(model[-1].weight.grad.clone())
     assert torch.equal(*found)
+
+
+def test_what_an_image_became_it_stays_after_a_restart(shapes: DataSet, tmp_path: Path) -> None:
+    x, y = shapes.private.x[:6], shapes.private.y[:6]
+    first, second = network(norm=False), network(norm=False)
+    shield = gv.protect(first, "ats", data=shapes.private)
+    assert shield.state_dict() == {}
+    shield.backward(x, y)
+    save_file(shield.state_dict(), tmp_path / "shield.safetensors")
+    defense = Darken()  # encodes nothing of what is loaded
+    again = gv.protect(second, defense, data=shapes.private)
+    again.load_state_dict(load_file(tmp_path / "shield.safetensors"))
+    again.backward(x.flip(0), y.flip(0))
+    assert defense.seen == 0
+    assert torch.allclose(first[-1].weight.grad, second[-1].weight.grad, atol=1e-6)
+    again.backward(shapes.private.x[4:8], shapes.private.y[4:8])
+    assert defense.seen == 2
+    assert {n: tuple(t.shape) for n, t in again.state_dict().items()} == {
+        "hash": (8, 32),
+        "x": (8, 1, 12, 12),
+        "y": (8,),
+    }
+
+
+@pytest.mark.parametrize(
+    "state", [{"x": torch.zeros(2, 1, 2, 2)}, {"hash": torch.zeros(1, 32), "x": torch.zeros(2), "y": torch.zeros(2)}]
+)
+def test_another_state_is_refused(state: Tensors, shapes: DataSet) -> None:
+    with pytest.raises(UserError, match="not the state of a shield"):
+        gv.protect(network(), "ats", data=shapes.private).load_state_dict(state)
 
 
 def test_a_model_stage_gives_another_network_to_train(shapes: DataSet) -> None:
@@ -170,11 +322,12 @@ class Pairs(Dataset[tuple[Tensor, int]]):
         return self.batch.x[index], int(self.batch.y[index])
 
 
+@pytest.mark.filterwarnings("ignore:the protection is reproducible")
 def test_data_may_be_tensors_or_a_torch_dataset(shapes: DataSet) -> None:
     gradients = []
     for data in (shapes.private, (shapes.private.x, shapes.private.y), Pairs(shapes.private)):
         model = network(norm=False)
-        gv.protect(model, "mixup", data=data).backward(shapes.private.x[:4], shapes.private.y[:4])
+        gv.protect(model, "mixup", data=data, reproducible=0).backward(shapes.private.x[:4], shapes.private.y[:4])
         gradients.append(model[-1].weight.grad)
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])

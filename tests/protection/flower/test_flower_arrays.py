@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,9 @@ class Curious(Defense):
         ({"w": np.full((20, 10), np.nan, np.float32)}, "not finite in 'w'"),
         ({"w": np.zeros((20, 9), np.float32)}, "received as 20×10 and is now 20×9"),
         ({"stranger": np.zeros(2, np.float32)}, "'stranger' was not received"),
+        ({"w": AFTER["w"].astype(np.complex64)}, "'w' holds complex64"),
+        ({"w": AFTER["w"].astype(object)}, "'w' holds object"),
+        ({"norm.running_var": np.full(4, np.nan, np.float32)}, "not finite in 'norm.running_var'"),
     ],
 )
 def test_what_cannot_be_protected_does_not_leave(change: dict[str, np.ndarray], words: str) -> None:
@@ -108,6 +112,46 @@ def test_what_cannot_be_protected_does_not_leave(change: dict[str, np.ndarray], 
         protect_arrays(BEFORE, {**AFTER, **change}, "prune")
     with pytest.raises(UserError, match="asks for the model"):
         protect_arrays(BEFORE, AFTER, Curious())
+
+
+class Answer(Defense):
+    """Returns whatever a test has it return."""
+
+    def __init__(self, answer: Callable[[Tensors], object]):
+        self.answer = answer
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return self.answer(tensors)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda t: {}, "returned nothing for 'b'"),
+        (lambda t: {"b": t["b"]}, "returned nothing for 'w'"),
+        (lambda t: [], "returned list"),
+        (lambda t: {**t, "w": t["w"] * float("nan")}, "not finite in 'w'"),
+        (lambda t: {**t, "w": t["w"] * 1e300}, "not finite in 'w'"),  # too large for float32
+        (lambda t: {**t, "w": t["w"].to(torch.complex64)}, "'w' holds torch.complex64"),
+        (lambda t: {**t, "w": t["w"][0]}, "'w' is"),
+    ],
+)
+def test_an_answer_that_is_not_complete_does_not_leave(answer: Callable[[Tensors], object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        protect_arrays(BEFORE, AFTER, Answer(answer))
+
+
+def test_half_precision_that_overflows_does_not_leave() -> None:
+    before, after = ({"w": np.full(3, value, np.float16)} for value in (60_000, 60_032))
+    with pytest.raises(UserError, match="not finite in 'w'"):
+        protect_arrays(before, after, Answer(lambda t: {"w": t["w"] + 9_000}))
+
+
+def test_a_defense_may_work_in_place() -> None:
+    """What it changed is not taken for unchanged."""
+    found = protect_arrays(BEFORE, AFTER, Answer(lambda t: {name: value.zero_() for name, value in t.items()}))
+    assert np.array_equal(found["w"], BEFORE["w"])
+    assert np.array_equal(found["b"], BEFORE["b"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
@@ -142,3 +142,102 @@ def test_training_that_diverged_sends_nothing(net: nn.Module, message: Make, con
         guard.model[4].bias.fill_(float("inf"))
     with pytest.raises(UserError, match="not finite in '4.bias'; nothing is sent"):
         guard.reply()
+
+
+class Answer(Defense):
+    """Returns in the update stage whatever a test has it return."""
+
+    def __init__(self, answer: Callable[[Tensors], object]):
+        self.answer = answer
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return self.answer(tensors)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda t: {}, "returned nothing for '0.weight'"),
+        (lambda t: t.clear() or t, "returned nothing for '0.weight'"),
+        (lambda t: {n: v for n, v in t.items() if n != "4.bias"}, "returned nothing for '4.bias'"),
+        (lambda t: {**t, "4.bias": t["4.bias"] * float("nan")}, "not finite in '4.bias'"),
+        (lambda t: {**t, "4.bias": t["4.bias"] + 1e300}, "not finite in '4.bias'"),
+        (lambda t: {**t, "4.bias": t["4.bias"] + 0j}, "'4.bias' holds torch.complex128"),
+    ],
+)
+def test_an_answer_that_is_not_complete_sends_nothing(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, answer: Callable[[Tensors], object], words: str
+) -> None:
+    guard = protect(message(arrays=net.state_dict()), context, net, Answer(answer), shapes.private)
+    with pytest.raises(UserError, match=words):
+        train(guard, shapes, steps=1)
+
+
+def test_statistics_that_are_not_finite_send_nothing(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet
+) -> None:
+    guard = protect(message(arrays=net.state_dict()), context, net, "none", shapes.private)
+    guard.model[1].running_var.fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite in '1.running_var'; nothing is sent"):
+        guard.reply()
+
+
+def test_no_name_of_a_weight_leaves_unprotected(message: Make, context: Any, shapes: DataSet) -> None:
+    """Tied weights have two names; a frozen layer that moved all the same is part of the update."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 144), nn.Linear(144, 144), nn.Linear(144, 3))
+    net[2].weight, net[3].weight.requires_grad = net[1].weight, False
+    before = copy.deepcopy(net.state_dict())
+    guard = protect(message(arrays=before), context, net, "gaussian:std=1", shapes.private)
+    still = sent_back(guard.reply())
+    assert torch.equal(still["3.weight"], before["3.weight"])
+    with torch.no_grad():
+        guard.model[3].weight += 0.1
+    sent = sent_back(guard.reply())
+    for name in ("1.weight", "3.weight"):
+        assert float((sent[name] - guard.model.state_dict()[name]).std()) == pytest.approx(1, abs=0.2)
+    assert torch.equal(sent["1.weight"], sent["2.weight"])  # one draw: two would average out
+
+
+def test_noise_hangs_on_the_model_received(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that sends one message id twice must not be able to take two answers' noise off one another."""
+
+    def noise(change: float, spec: str = "gaussian:std=1") -> torch.Tensor:
+        state = {n: t + change if t.is_floating_point() else t for n, t in net.state_dict().items()}
+        sent = message(arrays=state)
+        sent.metadata.__dict__["_message_id"] = "one"
+        guard = protect(sent, context, copy.deepcopy(net), spec, shapes.private)
+        if spec.startswith("gaussian"):
+            return sent_back(guard.reply())["4.weight"] - state["4.weight"]
+        guard.backward(shapes.private.x[:8], shapes.private.y[:8])
+        return guard.model[4].weight.grad
+
+    assert float((noise(0) - noise(0)).std()) > 1
+    assert float((noise(0, "dpsgd") - noise(0, "dpsgd")).std()) > 0
+    monkeypatch.setattr("secrets.token_bytes", bytes)  # a system whose randomness has failed
+    assert torch.allclose(noise(0), noise(0), atol=1e-6)
+    assert float((noise(0) - noise(1)).std()) > 1
+
+
+def test_images_encoded_before_stay_when_others_join(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet
+) -> None:
+    fed = []
+    for rows in (slice(0, 12), slice(4, 24)):
+        defense = Scramble()
+        guard = protect(message(arrays=net.state_dict()), context, copy.deepcopy(net), defense, shapes.private[rows])
+        guard.backward(shapes.private.x[4:12], shapes.private.y[4:12])
+        fed.append(defense.fed[0])
+    assert torch.equal(*fed)
+
+
+def test_each_round_is_logged(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="gradveil"):
+        train(protect(message(arrays=net.state_dict()), context, net, "prune", shapes.private), shapes)
+    assert [m for m in caplog.messages if "tensors" in m or "buffers" in m] == [
+        "'prune' acted on 6 tensors",
+        "3 buffers leave unprotected",
+    ]

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.types import Tensors
+from gradveil.defenses import Defense
+from gradveil.defenses.base import Step
 from gradveil.protection.flower import mod
 
 pytest.importorskip("flwr", reason="gradveil.flower needs flwr")
@@ -83,6 +86,63 @@ def test_broken_training_sends_a_reason_and_nothing_else(net: nn.Module, message
     assert found.has_error()
     assert not found.has_content()
     assert "not finite" in found.error.reason
+
+
+class Broken(Defense):
+    """Sends values that are not finite, or nothing at all."""
+
+    def __init__(self, factor: float | None):
+        self.factor = factor
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {} if self.factor is None else {name: t * self.factor for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"), [(float("nan"), "not finite"), (1e300, "not finite"), (None, "returned nothing for")]
+)
+def test_an_answer_of_the_defense_that_is_not_complete_stays(
+    net: nn.Module, message: Make, context: Any, factor: float | None, words: str
+) -> None:
+    refused = mod(Broken(factor))(message(arrays=net.state_dict()), context, training())
+    assert refused.has_error()
+    assert not refused.has_content()
+    assert words in refused.error.reason
+
+
+def test_complex_arrays_and_broken_statistics_do_not_leave(net: nn.Module, message: Make, context: Any) -> None:
+    sent = message(arrays={"w": torch.ones(3, dtype=torch.complex64)})
+    refused = mod("gaussian:std=1")(sent, context, training())
+    assert refused.has_error()
+    assert "'arrays/w' holds complex64" in refused.error.reason
+    broken = {**net.state_dict(), "1.running_var": torch.full((3,), float("nan"))}
+    assert mod("gaussian:std=1")(message(arrays=broken), context, training()).has_error()
+
+
+def test_noise_hangs_on_the_model_received_and_is_new_every_time(
+    net: nn.Module, message: Make, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that sends one message id twice must not be able to take two answers' noise off one another."""
+
+    def noise(change: float, name: str = "one") -> torch.Tensor:
+        state = {n: t + change if t.is_floating_point() else t for n, t in net.state_dict().items()}
+        sent = message(arrays=state)
+        sent.metadata.__dict__["_message_id"] = name
+        plain = states(training()(sent, context))["4.weight"]
+        return states(mod("gaussian:std=1")(sent, context, training()))["4.weight"] - plain
+
+    assert float((noise(0) - noise(0)).std()) > 1  # two draws: 1.41
+    monkeypatch.setattr("secrets.token_bytes", bytes)  # a system whose randomness has failed
+    assert torch.allclose(noise(0), noise(0), atol=1e-5)
+    assert float((noise(0) - noise(1)).std()) > 1
+    assert float((noise(0) - noise(0, "two")).std()) > 1
+
+
+def test_each_round_is_logged(net: nn.Module, message: Make, context: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="gradveil"):
+        mod("prune:ratio=0.7")(message(arrays=net.state_dict()), context, training())
+    logged = [record.getMessage() for record in caplog.records if record.name == "gradveil"]
+    assert logged == ["'prune:ratio=0.7' acted on 6 tensors", "3 buffers leave unprotected"]
 
 
 def test_evaluation_and_errors_pass_through(net: nn.Module, message: Make, context: Any) -> None:

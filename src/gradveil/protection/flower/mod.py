@@ -49,7 +49,7 @@ def mod(
         try:
             _protect(reply.content, received, method, patterns, open_records, sends, rng)
         except UserError as error:
-            return _refusal(message, str(error))
+            return _refusal(message, str(error).replace(_BETWEEN, "/"))
         return reply
 
     return protect_reply
