@@ -24,7 +24,7 @@ LOCK = ".gradveil.lock"
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a temporary file and put it in `path`'s place, on disk for good."""
     with room_for(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,20 +113,12 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda p: _write_text(p, text))
-
-
-def _write_text(path: Path, text: str) -> None:
     # A lone surrogate in a class name is legal JSON but not UTF-8; a report is written nevertheless.
-    path.write_text(text, encoding="utf-8", errors="replace")
+    write_bytes(path, text.encode("utf-8", errors="replace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    write_atomic(path, lambda p: _write_bytes(p, content))
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+    write_atomic(path, lambda p: p.write_bytes(content))
 
 
 def write_json(path: Path, value: Any) -> None:
