@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.view import Rate, SummaryView
 
@@ -161,4 +162,4 @@ def test_overall_counts_every_verdict_but_the_control() -> None:
 
 
 def test_control_characters_cannot_reach_a_terminal() -> None:
-    assert words.plain("a\x1b[2Jb\n") == "a\ufffd[2Jb\ufffd"
+    assert plain("a\x1b[2Jb\n") == "a\ufffd[2Jb\ufffd"

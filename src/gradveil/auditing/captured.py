@@ -39,7 +39,7 @@ class Rebuilt:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the best fit first."""
-        from gradveil.report.notebook import figure
+        from gradveil.core.notebook import figure
 
         order = sorted(self.by_attack, key=lambda name: self.fit[name])
         shown = [(name, self.by_attack[name].images, f"{100 * self.fit[name] ** 0.5:.2g}%") for name in order]
@@ -279,7 +279,7 @@ def _with_labels(observation: Observation, labels: Sequence[int], size: int, cla
 
 
 def _drawer(images: Tensor) -> Callable[[Path], None]:
-    from gradveil.report.notebook import strip
+    from gradveil.core.notebook import strip
 
     return lambda path: strip(images).save(path, format="PNG")
 

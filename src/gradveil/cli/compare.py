@@ -45,8 +45,8 @@ def command(
 
 
 def _show(found: Comparison, every: bool) -> None:
+    from gradveil.core.text import plain
     from gradveil.report.compare import METRICS
-    from gradveil.report.words import plain
 
     console = Console()
     console.print(Text(f"{plain(found.scopes[0])}; {found.method}", "dim"))

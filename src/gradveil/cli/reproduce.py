@@ -102,8 +102,9 @@ def _show_plan(recipe: Recipe, scale: Scale) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from gradveil.core.text import plural
     from gradveil.recipes.plan import make_plan
-    from gradveil.report.words import plural, seconds_text
+    from gradveil.report.words import seconds_text
 
     lines = make_plan(recipe.at(scale))
     table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)

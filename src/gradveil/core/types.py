@@ -171,7 +171,7 @@ class Reconstruction:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        from gradveil.report.notebook import figure
+        from gradveil.core.notebook import figure
 
         parts = [f"score {self.score:.3g}", f"{self.iterations} iterations", f"{self.seconds:.1f} s"]
         if self.labels is not None:

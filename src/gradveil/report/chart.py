@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradveil.core.text import shorten
 from gradveil.report.view import DefenseView, SummaryView, mapping, number
-from gradveil.report.words import digits, percent, rate_text, shorten
+from gradveil.report.words import digits, percent, rate_text
 
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46

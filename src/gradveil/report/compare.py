@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.stats import norm, t
 
 from gradveil.core.errors import UserError
+from gradveil.core.text import listing, plain, plural, shorten
 from gradveil.report import words
 from gradveil.report.folder import RunFolder
+from gradveil.report.page import page
 from gradveil.report.pictures import Place, place_of
 from gradveil.report.view import DefenseView, SummaryView, number, whole
 from gradveil.storage.files import write_text
@@ -122,7 +123,7 @@ class Comparison:
     @property
     def method(self) -> str:
         if self.paired:
-            return f"the same {words.plural(min(self.victims), 'victim')} in both runs, compared each with itself"
+            return f"the same {plural(min(self.victims), 'victim')} in both runs, compared each with itself"
         return f"other victims in each run ({self.victims[0]} and {self.victims[1]}), compared as two groups"
 
     @property
@@ -131,9 +132,9 @@ class Comparison:
         clear = [d.spec for d in self.defenses if d.rows and d.rows[0].clear]
         if not self.defenses:
             return "The runs have no defense in common."
-        first = f"The verdict changed for {words.listing(d.spec for d in moved)}" if moved else "No verdict changed"
+        first = f"The verdict changed for {listing(d.spec for d in moved)}" if moved else "No verdict changed"
         if clear:
-            return f"{first}; what the worst attack got changed clearly under {words.listing(clear)}."
+            return f"{first}; what the worst attack got changed clearly under {listing(clear)}."
         return f"{first}, and what the worst attack got changed nowhere clearly."
 
 
@@ -149,7 +150,7 @@ def compare(a: str | Path, b: str | Path, across: Iterable[str] = ()) -> Compari
     for path, mine, other in ((a, named[0], named[1]), (b, named[1], named[0])):
         alone = [spec for spec in mine if spec not in other]
         if alone:
-            notes.append(f"Only in {path}: {words.listing(alone)}.")
+            notes.append(f"Only in {path}: {listing(alone)}.")
     changed = [_defense(named[0][spec], named[1][spec], attacks[0][spec], attacks[1][spec], paired) for spec in shared]
     victims = (whole(views[0].case.get("victims")) or 0, whole(views[1].case.get("victims")) or 0)
     scopes = (words.scope(views[0]), words.scope(views[1]))
@@ -158,18 +159,10 @@ def compare(a: str | Path, b: str | Path, across: Iterable[str] = ()) -> Compari
 
 def write_comparison(comparison: Comparison, file: str | Path) -> Path:
     """One self-contained page without a script."""
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = templates.get_template("compare.html.j2").render(found=comparison, names=METRICS)
     file = Path(file)
     if file.is_dir():
         raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
-    write_text(file, text)
+    write_text(file, page("compare.html.j2", found=comparison, names=METRICS))
     return file
 
 
@@ -207,7 +200,7 @@ def _check_cases(runs: Sequence[RunFolder], views: Sequence[SummaryView], across
 
 
 def _short(value: Any) -> str:
-    return words.plain(words.shorten(str(value), 40))
+    return plain(shorten(str(value), 40))
 
 
 def _same_victims(
@@ -247,9 +240,7 @@ def _defense(a: DefenseView, b: DefenseView, ours: Attacks, theirs: Attacks, pai
     for which, mine, other in (("first", ours, theirs), ("second", theirs, ours)):
         alone = [name for name in mine if name not in other]
         if alone:
-            notes.append(
-                f"Only in the {which} run: {words.listing(alone)}. More attacks alone make the worst of all worse."
-            )
+            notes.append(f"Only in the {which} run: {listing(alone)}. More attacks alone make the worst of all worse.")
     return DefenseChange(a.spec, a.verdict, b.verdict, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradveil.core.errors import UserError
 from gradveil.report import chart, words
 from gradveil.report.folder import RunFolder
+from gradveil.report.page import page
 from gradveil.report.pictures import Pictures, Place, Strip, collect, place_of, worst_of
 from gradveil.report.view import DefenseView, Row, SummaryView, number, texts, whole
 from gradveil.storage.files import write_text
@@ -90,23 +89,13 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
     """The page as text. It depends on the folder alone, so that the same run gives the same page."""
     view = SummaryView.read(run.summary)
     shown = collect(run, view) if pictures != "none" else Pictures()
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters.update(
-        spec=breakable, digits=words.digits, spread=words.spread, percent=words.percent, seconds=words.seconds_text
-    )
-    script = templates.get_template("script.js.j2").render()
+    script = page("script.js.j2")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rows = [(d, r) for d in view.defenses for r in d.rows]
     control = view.control
-    return templates.get_template("report.html.j2").render(
+    return page(
+        "report.html.j2",
         view=view,
-        words=words,
         mode=pictures,
         pictures=shown,
         script=Markup(script),  # our own file, without a word of the run in it
@@ -135,11 +124,6 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
         environment=list(flatten(run.environment)),
         case=list(flatten(view.case)),
     )
-
-
-def breakable(spec: str) -> Markup:
-    """A spec that may be broken between its parts and nowhere else first."""
-    return Markup("<wbr>").join(re.split(r"(?<=[:,+])", spec))
 
 
 def class_names(view: SummaryView) -> list[str]:

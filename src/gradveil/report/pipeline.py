@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from gradveil.core.errors import UserError
+from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.view import LEAKS, DefenseView, SummaryView
 from gradveil.storage.files import write_text
@@ -44,7 +45,7 @@ def _suites(view: SummaryView, failures: Failures) -> ET.Element:
 
 
 def _suite(view: SummaryView, defense: DefenseView, failures: Failures) -> ET.Element:
-    name = words.plain(defense.spec)
+    name = plain(defense.spec)
     cases = [_condition(text, defense, defense.spec in failing) for text, failing in failures.items()]
     cases += [_attack(defense, row) for row in defense.rows if row.against == "original"]
     counts = {"tests": len(cases)} | {
@@ -59,20 +60,18 @@ def _suite(view: SummaryView, defense: DefenseView, failures: Failures) -> ET.El
         facts["accuracy loss, percent"] = words.digits(defense.loss, 1)
     properties = ET.SubElement(suite, "properties")
     for key, value in facts.items():
-        ET.SubElement(properties, "property", name=key, value=words.plain(value))
+        ET.SubElement(properties, "property", name=key, value=plain(value))
     suite.extend(cases)
     notes = [words.verdict_sentence(defense), *defense.warnings]
-    ET.SubElement(suite, "system-out").text = "\n".join(words.plain(note) for note in notes)
+    ET.SubElement(suite, "system-out").text = "\n".join(plain(note) for note in notes)
     return suite
 
 
 def _condition(text: str, defense: DefenseView, holds: bool) -> ET.Element:
     case = _case(defense, f"not: {text}")
     if holds:
-        message = words.plain(f"{text} holds for {defense.spec}")
-        ET.SubElement(case, "failure", type="fail-if", message=message).text = words.plain(
-            words.verdict_sentence(defense)
-        )
+        message = plain(f"{text} holds for {defense.spec}")
+        ET.SubElement(case, "failure", type="fail-if", message=message).text = plain(words.verdict_sentence(defense))
     return case
 
 
@@ -81,14 +80,14 @@ def _attack(defense: DefenseView, row: Any) -> ET.Element:
     case = _case(defense, f"attack: {row.attack}")
     case.set("time", f"{row.seconds or 0.0:.3f}")
     if row.status == "not applicable":
-        ET.SubElement(case, "skipped", message=words.plain(row.error or "does not apply here"))
+        ET.SubElement(case, "skipped", message=plain(row.error or "does not apply here"))
     elif not row.ok:
-        ET.SubElement(case, "error", type=words.plain(row.status), message=words.plain(row.error or row.status))
+        ET.SubElement(case, "error", type=plain(row.status), message=plain(row.error or row.status))
     return case
 
 
 def _case(defense: DefenseView, name: str) -> ET.Element:
-    return ET.Element("testcase", classname=words.plain(f"gradveil.{defense.spec}"), name=words.plain(name))
+    return ET.Element("testcase", classname=plain(f"gradveil.{defense.spec}"), name=plain(name))
 
 
 def _rate(defense: DefenseView) -> str:
@@ -124,4 +123,4 @@ def _annotation(level: str, title: str, message: str) -> str:
     """Both parts are data to the runner: what would end them is escaped, in the order that the runner undoes it."""
     text = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     head = title.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A").replace(":", "%3A").replace(",", "%2C")
-    return f"::{level} title={words.plain(head)}::{words.plain(text)}"
+    return f"::{level} title={plain(head)}::{plain(text)}"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from gradveil.core.errors import UserError
+from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
 from gradveil.report.folder import read_summary
 from gradveil.report.html import PictureMode, write_report
+from gradveil.report.page import page
 from gradveil.report.view import LEAKS, METRICS, NO_LEAK, UNREFUTED, SummaryView, mapping, texts
 from gradveil.storage.files import write_json
 
@@ -84,7 +84,7 @@ class Report:
             right = point.x < (chart.left + chart.right) / 2  # the label stays inside the frame
             offset = (6 if right else -6, -11 if rate.rate > 0.9 else 5)
             # A dollar sign would start a formula.
-            name = words.plain(point.defense.spec).replace("$", r"\$")
+            name = plain(point.defense.spec).replace("$", r"\$")
             side = "left" if right else "right"
             ax.annotate(name, (point.cost, rate.rate), offset, textcoords="offset points", ha=side, fontsize=8)
         ax.set_xlabel(chart.x_title)
@@ -121,11 +121,8 @@ class Report:
         return target
 
     def _repr_html_(self) -> str:
-        loader = FileSystemLoader(Path(__file__).parent / "templates")
-        templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-        templates.filters.update(digits=words.digits, percent=words.percent)
         view = SummaryView.read(self.summary)
-        return templates.get_template("notebook.html.j2").render(view=view, words=words, choice=words.recommend(view))
+        return page("notebook.html.j2", view=view, choice=words.recommend(view))
 
     def __repr__(self) -> str:
         view = SummaryView.read(self.summary)

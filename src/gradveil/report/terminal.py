@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.view import LEAKS, UNREFUTED, DefenseView, SummaryView
 
@@ -40,7 +41,7 @@ def table(summary: Mapping[str, Any]) -> Table:
         if cosines:
             extra = [words.digits(defense.cosine)]
         verdict = Text(defense.verdict, _STYLES.get(defense.verdict, ""))
-        out.add_row(Text(words.plain(defense.spec)), verdict, *_scores(defense), *extra)
+        out.add_row(Text(plain(defense.spec)), verdict, *_scores(defense), *extra)
     if view.baseline:
         base = view.baseline
         figures = (words.digits(base.psnr.mean, 1), words.digits(base.ssim.mean), words.percent(base.asr))
@@ -52,7 +53,7 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 def _scores(defense: DefenseView) -> list[Text]:
     # Text, not strings: brackets in a spec are no markup.
-    best = words.plain(defense.best.attack) if defense.best else words.NOTHING
+    best = plain(defense.best.attack) if defense.best else words.NOTHING
     figures = (words.digits(defense.psnr.mean, 1), words.digits(defense.ssim.mean), words.percent(defense.asr))
     return [Text(t) for t in (best, *figures, words.rate_text(defense.identified))]
 
@@ -60,17 +61,17 @@ def _scores(defense: DefenseView) -> list[Text]:
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """The table with its scope above it, and what to make of it below."""
     view = SummaryView.read(summary)
-    console.print(Text(words.plain(words.scope(view)), "dim"))
+    console.print(Text(plain(words.scope(view)), "dim"))
     console.print()
     console.print(table(summary))
     console.print()
     for caveat in words.caveats(view):
-        console.print(Text(f"Warning: {words.plain(caveat)}", "yellow"))
+        console.print(Text(f"Warning: {plain(caveat)}", "yellow"))
     for defense in view.defenses:
         for warning in defense.warnings:
-            console.print(Text(f"Warning ({words.plain(defense.spec)}): {words.plain(warning)}", "yellow"))
-    overall, choice = words.plain(words.overall(view)), words.recommend(view)
+            console.print(Text(f"Warning ({plain(defense.spec)}): {plain(warning)}", "yellow"))
+    overall, choice = plain(words.overall(view)), words.recommend(view)
     if not choice.text.startswith(overall):
         console.print(Text(overall))
     start = ("Recommended: ", "bold") if choice.defense else ""
-    console.print(Text.assemble(start, words.plain(choice.text)))
+    console.print(Text.assemble(start, plain(choice.text)))

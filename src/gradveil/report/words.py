@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradveil.core.text import listing, plural, shorten
 from gradveil.report.view import LEAKS, NO_LEAK, NOT_JUDGED, UNREFUTED, DefenseView, Rate, SummaryView, whole
 
 NOTHING = "–"  # shown for what was not measured
@@ -28,11 +29,6 @@ _GRANTED = {
         "every secret of the defense (masks, mixing, sampled noise)",
     ],
 }
-
-
-def plain(text: str) -> str:
-    """One line without control characters, so that a name cannot move the cursor of a terminal."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def digits(value: float | None, places: int = 2) -> str:
@@ -84,20 +80,6 @@ def seconds_text(seconds: float | None) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}" + ("" if count == 1 else "s")
-
-
-def listing(items: Iterable[str]) -> str:
-    """`a, b and c`."""
-    parts = list(items)
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}" if parts else ""
 
 
 def found(defense: DefenseView) -> str:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gradveil.report.words import plain
+from gradveil.core.text import plain
 
 MOST = 64  # pictures in a strip
 SIDE = 112  # pixels that a small image is enlarged to
