@@ -59,7 +59,7 @@ def test_sizes_must_agree_or_be_made_to(tmp_path: Path, made: Callable) -> None:
     wide = np.zeros((16, 32, 3), dtype=np.uint8)
     wide[:, 8:24] = 200  # the middle square is all that a crop keeps
     Image.fromarray(wide).save(paths[5])
-    with pytest.raises(UserError, match=r"005\.png: 16×32 pixels, but .* 8×8; size=N"):
+    with pytest.raises(UserError, match=r"005\.png: 16×32 pixels, but .* 8×8; set size=N"):
         load(tmp_path)
     data = load(f"{tmp_path}:size=8")
     assert data.input_shape == (3, 8, 8)
@@ -90,7 +90,7 @@ def test_empty_classes_loose_pictures_and_empty_folders(tmp_path: Path, made: Ca
     with pytest.raises(UserError, match="e: no pictures in this class"):
         load(tmp_path / "set")
     paths[0].rename(tmp_path / "set" / "loose.png")
-    with pytest.raises(UserError, match="one sub-folder for each class"):
+    with pytest.raises(UserError, match="one sub-folder per class"):
         load(tmp_path / "set")
 
 

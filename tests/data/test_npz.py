@@ -46,7 +46,7 @@ BAD = {
     "transpose": {"images": np.zeros((20, 3, 9, 9), dtype=np.uint8), "labels": Y},
     "20 images but 19 labels": {"images": X, "labels": Y[1:]},
     "label -1 is negative": {"images": X, "labels": Y - 1},
-    "no class number": {"images": X, "labels": Y + 2**40},
+    "not a class number": {"images": X, "labels": Y + 2**40},
     "labels are floats": {"images": X, "labels": Y.astype(float)},
     "labels are <U21": {"images": X, "labels": Y.astype(str)},
     "labels are 20×4": {"images": X, "labels": np.eye(4, dtype=int)[Y]},
@@ -56,7 +56,7 @@ BAD = {
     "no image has label 1": {"images": X, "labels": Y * 2},
     "one class": {"images": X, "labels": Y * 0},
     "5 images are too few": {"images": X[:5], "labels": Y[:5]},
-    "nothing in them": {"images": X[:, :0], "labels": Y},
+    "so they are empty": {"images": X[:, :0], "labels": Y},
     "too large": {"images": np.zeros((10, 1025, 4), dtype=np.uint8), "labels": Y[:10]},
 }
 

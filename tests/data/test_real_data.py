@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradveil.data import load, names
-from gradveil.data.resize import fit
+from gradveil.data.resize import resize_square
 
 HERE = {entry.name for entry in names() if entry.available} if os.environ.get("GRADVEIL_DATA") else set()
 
@@ -75,7 +75,7 @@ def test_resizing_gives_the_small_pictures_from_the_large_ones() -> None:
     large, small = folder / "tinyimagenet64_train_600.npz", folder / "tinyimagenet32_train_3000.npz"
     if not (large.is_file() and small.is_file()):
         pytest.skip("the folder has not both sizes")
-    shrunk = fit(np.load(large)["images"][:6], 32).astype(int)
+    shrunk = resize_square(np.load(large)["images"][:6], 32).astype(int)
     whole = np.load(small)["images"].astype(int)
     nearest = [np.abs(whole - image).reshape(len(whole), -1).max(axis=1).min() for image in shrunk]
     assert max(nearest) <= 1  # rounding of halves

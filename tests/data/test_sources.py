@@ -41,7 +41,7 @@ def test_text_that_means_nothing(text: str, complaint: str) -> None:
 
 
 def test_where_named_sets_are_looked_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="make it and put in"):
+    with pytest.raises(UserError, match="create it and add"):
         load("cifar10")
     (home / "cifar10").mkdir()
     with pytest.raises(UserError, match="nothing to read here; expected the binary version"):

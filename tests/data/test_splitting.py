@@ -14,7 +14,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.types import generator
 from gradveil.data import DataSet, load
 from gradveil.data.raw import Images, Options
-from gradveil.data.split import keys, split, spread
+from gradveil.data.split import image_keys, split, stratified_order
 
 labels = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(np.array)
 
@@ -22,7 +22,7 @@ labels = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(np.array)
 @given(labels, st.integers(0, 100))
 @settings(max_examples=60, deadline=None)
 def test_every_prefix_holds_the_classes_in_proportion(y: np.ndarray, seed: int) -> None:
-    order = spread(y, generator(seed))
+    order = stratified_order(y, generator(seed))
     assert sorted(order.tolist()) == list(range(len(y)))
     for n in range(len(y) + 1):
         for label, count in Counter(y.tolist()).items():
@@ -49,7 +49,7 @@ def test_copies_of_an_image_never_stand_in_two_parts(drawn: list[tuple[int, int]
         # All copies went with the private ones, or all were in the test part already.
         assert "left for the" in str(error) or "more images than there are" in str(error)
         return
-    found = [set(keys(part)) for part in parts]
+    found = [set(image_keys(part)) for part in parts]
     assert not (found[0] & found[1] or found[0] & found[2] or found[1] & found[2])
     if test is None:
         assert sum(len(part) for part in parts) == len(x)  # moved, not lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -26,3 +26,13 @@ def unknown(kind: str, name: str, known: Iterable[str], *, hint: str | None = No
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     offer = f"; did you mean '{near[0]}'?" if near else "."
     return UserError(f"no {kind} '{name}'{offer} {hint or f'`gradveil list {kind}s` shows all.'}")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception as one line; its class where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """The sizes of a tensor or array for a message: `3×32×32`."""
+    return "×".join(map(str, shape)) or "a single number"

@@ -1,4 +1,4 @@
-"""Data: a named set, an archive, folders of pictures or tensors, as private, public and test images in [0, 1]."""
+"""Data sets: a name, an archive, folders of pictures or tensors become private, public and test images in [0, 1]."""
 
 from gradveil.data.dataset import DataSet
 from gradveil.data.load import load, names

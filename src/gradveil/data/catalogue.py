@@ -1,4 +1,4 @@
-"""The data sets that have a name: what they are, how the field normalises them, where their files are looked for."""
+"""The data sets that have a name: what they hold, how published work normalizes them, where their files are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gradveil.data.readers import embedded, read_folder, reader_of
 FOLDER = "GRADVEIL_DATA"
 
 _MNIST = ((0.13066,), (0.30811,))
+_FASHION = ((0.1307,), (0.3081,))  # ATS uses the constants of MNIST
 _CIFAR10 = ((0.49147, 0.48226, 0.44677), (0.24703, 0.24349, 0.26159))
 _CIFAR100 = ((0.50716, 0.48669, 0.44120), (0.26733, 0.25644, 0.27615))
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -23,25 +24,32 @@ _OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 
 @dataclass(frozen=True)
-class Known:
-    """A named data set. `norm` is the mean and standard deviation that published work uses; measured where None."""
+class NamedSet:
+    """A data set with a name.
+
+    Args:
+        images: number of images in the published training part; a folder may hold fewer.
+        normalization: mean and standard deviation per channel in published work; None: measured on the public part.
+        files: what the folder of the set must hold, for messages.
+        size: side of the images unless the user asks for another one; None: as stored.
+    """
 
     name: str
-    about: str
-    images: int  # in the published training part; a folder may hold fewer
+    description: str
+    images: int
     num_classes: int
-    norm: tuple[tuple[float, ...], tuple[float, ...]] | None
-    files: str  # what to put into its folder
+    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None
+    files: str
     class_names: tuple[str, ...] | None = None
-    size: int | None = None  # of the images, unless another is asked for
+    size: int | None = None
 
     def folder(self) -> Path | None:
-        """Where the files are: `fashion-mnist` may also be spelled with an underscore."""
+        """The folder of the files. `fashion-mnist` may also be spelled with an underscore."""
         root = os.environ.get(FOLDER)
         if not root:
             return None
-        spelled = [Path(root) / self.name, Path(root) / self.name.replace("-", "_")]
-        return next((path for path in spelled if path.is_dir()), spelled[0])
+        spellings = [Path(root) / self.name, Path(root) / self.name.replace("-", "_")]
+        return next((path for path in spellings if path.is_dir()), spellings[0])
 
     def available(self) -> bool:
         if self is EMBEDDED:
@@ -58,88 +66,31 @@ class Known:
                 f"{self.name} is read from the folder that {FOLDER} names, which is not set; mnist-5k needs none."
             )
         if not folder.is_dir():
-            raise UserError(f"{self.name}: no folder {folder}; make it and put in {self.files}.")
+            raise UserError(f"{self.name}: no folder {folder}; create it and add {self.files}.")
         return read_folder(folder, options, expected=f"{self.files}, or an .npz file")
 
 
-_IDX = "the publisher's four idx files"
-EMBEDDED = Known(
-    "mnist-5k",
-    "5,000 MNIST digits, 28×28 grey, 10 classes; built in",
-    5_000,
-    10,
-    _MNIST,
-    "nothing",
-    class_names=_DIGITS,
+_IDX = "the four idx files of the publisher"
+_CIFAR_FILES = "the binary version (cifar-10-batches-bin/ or cifar-100-binary/)"
+_MAT = "train_32x32.mat and test_32x32.mat"
+_CELEBA = "img_align_celeba/ and list_attr_celeba.txt"
+_FACES = "faces of 40 people, 64×64 grey; split=person keeps people apart"
+_TINY = "photographs, 32×32 colour (size=64 for the originals), 200 classes"
+_SCANS = "X-ray, CT and MR pictures, 64×64 grey, 6 classes"
+_CELEBRITIES = "faces, 32×32 colour (size=N for others), label: attribute=Male"
+EMBEDDED = NamedSet(
+    "mnist-5k", "5,000 MNIST digits, 28×28 grey, 10 classes; built in", 5_000, 10, _MNIST, "nothing", _DIGITS
 )
-KNOWN = {
-    known.name: known
-    for known in (
-        EMBEDDED,
-        Known("mnist", "handwritten digits, 28×28 grey, 10 classes", 60_000, 10, _MNIST, _IDX, _DIGITS),
-        Known(
-            "fashion-mnist",
-            "pieces of clothing, 28×28 grey, 10 classes",
-            60_000,
-            10,
-            ((0.1307,), (0.3081,)),  # ATS takes MNIST's constants for it
-            _IDX,
-            _CLOTHES,
-        ),
-        Known(
-            "cifar10",
-            "small photographs, 32×32 colour, 10 classes",
-            50_000,
-            10,
-            _CIFAR10,
-            "the binary version (cifar-10-batches-bin/)",
-            _OBJECTS,
-        ),
-        Known(
-            "cifar100",
-            "small photographs, 32×32 colour, 100 classes",
-            50_000,
-            100,
-            _CIFAR100,
-            "the binary version (cifar-100-binary/)",
-        ),
-        Known(
-            "svhn",
-            "house numbers, 32×32 colour, 10 classes",
-            73_257,
-            10,
-            None,
-            "train_32x32.mat and test_32x32.mat",
-            _DIGITS,
-        ),
-        Known(
-            "tinyimagenet",
-            "photographs, 32×32 colour (size=64 for the originals), 200 classes",
-            100_000,
-            200,
-            _IMAGENET,
-            "tiny-imagenet-200/",
-            size=32,
-        ),
-        Known(
-            "olivetti", "faces of 40 people, 64×64 grey; split=person keeps people apart", 400, 40, None, "an .npz file"
-        ),
-        Known(
-            "mednist",
-            "X-ray, CT and MR pictures, 64×64 grey, 6 classes",
-            58_954,
-            6,
-            None,
-            "one folder of pictures a class",
-        ),
-        Known(
-            "celeba",
-            "faces, 32×32 colour (size=N for others), label: attribute=Male",
-            162_770,
-            2,
-            _HALF,
-            "img_align_celeba/ and list_attr_celeba.txt",
-            size=32,
-        ),
-    )
-}
+_SETS = (
+    EMBEDDED,
+    NamedSet("mnist", "handwritten digits, 28×28 grey, 10 classes", 60_000, 10, _MNIST, _IDX, _DIGITS),
+    NamedSet("fashion-mnist", "pieces of clothing, 28×28 grey, 10 classes", 60_000, 10, _FASHION, _IDX, _CLOTHES),
+    NamedSet("cifar10", "small photographs, 32×32 colour, 10 classes", 50_000, 10, _CIFAR10, _CIFAR_FILES, _OBJECTS),
+    NamedSet("cifar100", "small photographs, 32×32 colour, 100 classes", 50_000, 100, _CIFAR100, _CIFAR_FILES),
+    NamedSet("svhn", "house numbers, 32×32 colour, 10 classes", 73_257, 10, None, _MAT, _DIGITS),
+    NamedSet("tinyimagenet", _TINY, 100_000, 200, _IMAGENET, "tiny-imagenet-200/", size=32),
+    NamedSet("olivetti", _FACES, 400, 40, None, "an .npz file"),
+    NamedSet("mednist", _SCANS, 58_954, 6, None, "one folder of pictures per class"),
+    NamedSet("celeba", _CELEBRITIES, 162_770, 2, _HALF, _CELEBA, size=32),
+)
+NAMED_SETS = {named.name: named for named in _SETS}

@@ -1,4 +1,4 @@
-"""A data set as an audit uses it: three disjoint parts and the constants that normalise them."""
+"""A data set as an audit uses it: three disjoint parts and the constants that normalize them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.core.errors import shape_text
 from gradveil.core.types import Batch
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DataSet:
-    """Private images (of clients), public ones (anyone may have them) and a test part; no image is in two of them.
+    """Images of clients (private), images that anyone may have (public) and a test part. No image is in two of them.
 
-    Private images stand in an order in which every class comes early and evenly: the first few are a fair sample.
+    The private images are ordered so that every prefix holds the classes in their proportions.
+
+    Args:
+        private, public, test: images n × C × H × W in [0, 1], and n class numbers or n × targets.
+        num_classes: number of classes, or of targets per image.
+        mean, std: constants per channel, of shape C.
+        public_from: the other data set that the public part comes from; its labels are the classes of that set.
     """
 
     name: str
@@ -25,9 +32,7 @@ class DataSet:
     class_names: tuple[str, ...]
     mean: Tensor
     std: Tensor
-    public_from: str | None = (
-        None  # the other data set that the public part is from; its labels are of that set's classes
-    )
+    public_from: str | None = None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -36,14 +41,14 @@ class DataSet:
 
     @property
     def has_classes(self) -> bool:
-        """Whether targets are class numbers, and not a row of numbers an image."""
+        """Whether targets are class numbers, not one row of numbers per image."""
         return self.private.y.ndim == 1
 
     def pool(self) -> Batch:
-        """Every image of all parts, for distractors."""
+        """The images of all parts, for distractors."""
         parts = (self.private, self.public, self.test)
         return Batch(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]))
 
     def __repr__(self) -> str:
         parts = f"{len(self.private)} private, {len(self.public)} public, {len(self.test)} test"
-        return f"DataSet({self.name!r}: {parts}, {self.num_classes} classes, {'×'.join(map(str, self.input_shape))})"
+        return f"DataSet({self.name!r}: {parts}, {self.num_classes} classes, {shape_text(self.input_shape)})"

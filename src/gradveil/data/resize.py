@@ -1,4 +1,4 @@
-"""One way to make images square and of one size, whatever they were read from."""
+"""One way to make images square and of one size, whatever their source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn.functional import interpolate
 
 from gradveil.data.raw import Array
 
-CHUNK = 1024  # images turned to floats at a time, so that a large set does not grow fourfold
+CHUNK = 1024  # images converted to floats at a time, so that a large set does not need four times its memory
 
 
-def fit(x: Array, size: int) -> Array:
-    """n × H × W × C cropped to the middle square and resized: box average at whole factors, else smooth bilinear."""
+def resize_square(x: Array, size: int) -> Array:
+    """Crop n × H × W × C to the central square and resize to `size`: box average at whole factors, else bilinear."""
     side = min(x.shape[1:3])
     top, left = (x.shape[1] - side) // 2, (x.shape[2] - side) // 2
     x = x[:, top : top + side, left : left + side]

@@ -30,7 +30,7 @@ from gradveil.data import load
 from gradveil.data.raw import Array, Images
 from gradveil.data.readers.image_folder import by_class, decode, subfolders
 from gradveil.data.readers.npz import read_npz
-from gradveil.data.resize import fit
+from gradveil.data.resize import resize_square
 from gradveil.defenses import Defense, Setup, Step, parse
 from gradveil.storage.files import LOCK, DiskFull, alone_in, room_for, sync_folder, write_json, write_tensors
 
@@ -143,7 +143,7 @@ def _read(source: Path, size: int | None) -> Source:
     raw = read_npz(source)
     if raw.test is not None:
         raise UserError(f"{source}: holds several parts; protect takes one, as the arrays 'images' and 'labels'.")
-    pixels = fit(raw.train.pixels, size) if size else raw.train.pixels
+    pixels = resize_square(raw.train.pixels, size) if size else raw.train.pixels
     return Source(_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
 
 

@@ -98,14 +98,14 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
 @lru_cache(maxsize=64)
 def _facts(data: str, scale: Scale) -> Facts:
     """At scale cpu of the files at hand; otherwise, and where there are none, of what the publisher has."""
-    found = resolve(data)
-    known, options = found.known, found.options
-    if known is None or (scale == "cpu" and known.available()):
+    source = resolve(data)
+    named, options = source.named, source.options
+    if named is None or (scale == "cpu" and named.available()):
         loaded = load(data)
         return Facts(loaded.input_shape, loaded.num_classes, len(loaded.private))
-    channels, height, width = SHAPES.get(known.name, PHOTOGRAPH)
+    channels, height, width = SHAPES.get(named.name, PHOTOGRAPH)
     shape = (channels, options.size or height, options.size or width)
-    return Facts(shape, known.num_classes, sizes(known.images, options, test_given=True, name=data)[0])
+    return Facts(shape, named.num_classes, sizes(named.images, options, test_published=True, name=data)[0])
 
 
 def _steps(text: str, model: str, facts: Facts, budget: Budget) -> int:

@@ -1,4 +1,4 @@
-"""Readers, one a file format. Each knows a folder that holds its files, and reads it; the first that does is taken."""
+"""Readers, one per file format. Each recognizes a folder of its files and reads it; the first that does is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Reader(Protocol):
     def read(self, folder: Path, options: Options) -> Raw: ...
 
 
-# Image folders come last: they would take any tree that has pictures in it.
+# Image folders come last: they would accept any tree with pictures in it.
 READERS: tuple[Reader, ...] = (idx, npz, cifar, svhn, celeba, tinyimagenet, image_folder)
 
 

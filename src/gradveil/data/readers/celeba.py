@@ -1,4 +1,4 @@
-"""CelebA: aligned faces in one folder, and a list of forty yes/no attributes, one of which is the label."""
+"""CelebA: aligned faces in one folder, and a list of forty binary attributes, one of which is the label."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradveil.data.raw import Images, Options, Raw
 
 ATTRIBUTES, PARTITION, FACES = "list_attr_celeba.txt", "list_eval_partition.txt", "img_align_celeba"
 DEFAULT = "Male"
-TEST = "2"  # in the publisher's partition: 0 training, 1 validation, 2 test
+TEST = "2"  # in the published partition: 0 training, 1 validation, 2 test
 
 
 def claims(folder: Path) -> bool:
@@ -25,10 +25,10 @@ def read(folder: Path, options: Options) -> Raw:
     if not faces.is_dir():
         raise UserError(f"{faces}: no such folder; it holds the faces of CelebA.")
     labels = _labels(folder / ATTRIBUTES, attribute)
-    present = {entry.name for entry in os.scandir(faces)}  # a part of the 202,599 faces will do
+    present = {entry.name for entry in os.scandir(faces)}  # some of the 202,599 faces are enough
     files = [name for name in labels if name in present]
     if not files:
-        raise UserError(f"{faces}: none of the faces listed in {ATTRIBUTES} is here.")
+        raise UserError(f"{faces}: holds none of the faces listed in {ATTRIBUTES}.")
     partition = _partition(folder / PARTITION)
     train, test = ([f for f in files if (partition.get(f) == TEST) is wanted] for wanted in (False, True))
     parts = [
@@ -38,11 +38,8 @@ def read(folder: Path, options: Options) -> Raw:
 
 
 def _labels(path: Path, attribute: str) -> dict[str, int]:
-    """File name → 0 or 1. The list: a count, the attributes' names, then one line a face with −1 or 1 for each."""
-    _, names, *rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] or [
-        [],
-        [],
-    ]
+    """File name → 0 or 1. The list: a count, the names of the attributes, then one line per face with −1 or 1 each."""
+    _, names, *rows = _words(path) or [[], []]
     if attribute not in names:
         raise unknown("attribute", attribute, names, hint=f"{path} lists all.")
     column = names.index(attribute) + 1
@@ -53,7 +50,9 @@ def _labels(path: Path, attribute: str) -> dict[str, int]:
 
 
 def _partition(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return {row[0]: row[-1] for row in rows}
+    return {row[0]: row[-1] for row in _words(path)} if path.is_file() else {}
+
+
+def _words(path: Path) -> list[list[str]]:
+    """The words of each line that is not empty."""
+    return [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

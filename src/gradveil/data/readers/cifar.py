@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100, binary version: one record an image, of its label bytes and 3 × 32 × 32 pixels.
+"""CIFAR-10 and CIFAR-100, binary version: one record per image, of its label bytes and 3 × 32 × 32 pixels.
 
-The publisher's "python version" is pickled, and a pickle runs code when it is loaded; it is refused.
+The published "python version" is pickled. Loading a pickle runs code, so it is refused.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _pickles(folder: Path) -> list[Path]:
-    """What the python version unpacks to."""
+    """The files that the python version unpacks to."""
     return [*_files(folder, "data_batch_1"), *folder.glob("cifar-100-python"), *folder.glob("cifar-10-batches-py")]
 
 
 def _records(path: Path, label_bytes: int) -> Images:
     size, record = path.stat().st_size, label_bytes + PIXELS
     if not size or size % record:
-        raise UserError(f"{path}: {size} bytes are no whole number of {record}-byte records; is the file cut off?")
+        raise UserError(f"{path}: {size} bytes is not a whole number of {record}-byte records; is the file cut off?")
     if size > MAX_BYTES:
         raise UserError(f"{path}: more than 4 GiB.")
     table = np.fromfile(path, dtype=np.uint8).reshape(-1, record)
@@ -52,5 +52,5 @@ def _records(path: Path, label_bytes: int) -> Images:
 
 
 def _names(folder: Path, file: str) -> tuple[str, ...] | None:
-    found = _files(folder, file)
-    return tuple(found[0].read_text(encoding="utf-8", errors="replace").split()) if found else None
+    paths = _files(folder, file)
+    return tuple(paths[0].read_text(encoding="utf-8", errors="replace").split()) if paths else None

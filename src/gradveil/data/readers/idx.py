@@ -1,4 +1,4 @@
-"""The idx files of MNIST and its kin: a header of sizes, then bytes; plain or gzipped."""
+"""The idx files of MNIST and similar sets: a header of sizes, then bytes; plain or gzipped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import IO, cast
 
 import numpy as np
 
-from gradveil.core.errors import UserError
-from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, one_line, shape_text
+from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked
 
 _BYTES = 8  # the idx type number of unsigned bytes
 
@@ -27,7 +27,7 @@ def read(folder: Path, options: Options) -> Raw:
 
 
 def read_idx(path: Path) -> Array:
-    """One idx file of bytes, believed only as far as its header and its length agree."""
+    """One idx file of bytes; its header must agree with its length."""
     try:
         with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
             start = file.read(4)
@@ -37,22 +37,22 @@ def read_idx(path: Path) -> Array:
             if len(header) < 4 * start[3]:
                 raise UserError(f"{path}: the file ends within its header.")
             shape = struct.unpack(f">{start[3]}I", header)
-            promised = math.prod(shape)
-            if promised > MAX_BYTES:
-                raise UserError(f"{path}: its header promises {shape_text(shape)} bytes, more than 4 GiB.")
-            if path.suffix != ".gz":  # a read allocates what it is asked for: ask for no more than there is
-                promised = min(promised, path.stat().st_size)
-            content = file.read(promised + 1)
+            size = math.prod(shape)
+            if size > MAX_BYTES:
+                raise UserError(f"{path}: its header claims {shape_text(shape)} bytes, more than 4 GiB.")
+            if path.suffix != ".gz":  # `read` allocates its argument, so it is limited to the size of the file
+                size = min(size, path.stat().st_size)
+            content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({one_line(error)}).") from None
     if len(content) != math.prod(shape):
-        how = "fewer" if len(content) < math.prod(shape) else "more"
-        raise UserError(f"{path}: its header promises {shape_text(shape)} bytes, the file holds {how}.")
+        difference = "fewer" if len(content) < math.prod(shape) else "more"
+        raise UserError(f"{path}: its header claims {shape_text(shape)} bytes, the file holds {difference}.")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
 def _locate(folder: Path, stem: str) -> Path | None:
-    """The publisher's name (`train-images-idx3-ubyte`, also with a dot), here or where torchvision puts it."""
+    """The file of the published name (`train-images-idx3-ubyte`, also with a dot), here or where torchvision puts it."""
     for pattern in (f"{stem}?idx*", f"*/{stem}?idx*", f"*/raw/{stem}?idx*"):
         for path in sorted(folder.glob(pattern)):
             return path
@@ -60,7 +60,7 @@ def _locate(folder: Path, stem: str) -> Path | None:
 
 
 def _part(folder: Path, part: str) -> Images:
-    images, labels = (_locate(folder, f"{part}-{what}") for what in ("images", "labels"))
+    images, labels = (_locate(folder, f"{part}-{kind}") for kind in ("images", "labels"))
     if images is None or labels is None:
         raise UserError(f"{folder}: {part}-{'labels' if images else 'images'}-idx… is missing.")
     return checked(read_idx(images), read_idx(labels), f"{images.parent}/{part}")

@@ -1,6 +1,6 @@
 """NumPy archives: `images` (n × H × W [× C], uint8 or floats in [0, 1]) and `labels`; never pickled objects.
 
-One file may hold the parts too, as `train_images`, `train_labels`, `val_images` … (the layout of MedMNIST).
+One file may also hold the parts, as `train_images`, `train_labels`, `val_images` … (the layout of MedMNIST).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
-from gradveil.core.errors import UserError
-from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, concat, one_line, shape_text
+from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, concat
 
-Header = tuple[tuple[int, ...], np.dtype[Any]]
+Header = tuple[tuple[int, ...], np.dtype[np.generic]]
 TEST = ("test", "val")
-# What archives, their packers and numpy's headers (text of Python's grammar) raise when they are damaged; encrypted
-# members are a RuntimeError.
+# Exceptions of damaged archives, of their compression and of numpy headers (which are Python literals); an encrypted
+# member raises RuntimeError.
 _BROKEN: tuple[type[Exception], ...] = (
     *(OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, KeyError, struct.error),
@@ -34,7 +34,7 @@ def claims(folder: Path) -> bool:
 
 
 def read(folder: Path, options: Options) -> Raw:
-    """The archives of a folder: those named for a test part are it, those of the size that is asked for are read."""
+    """The archives of a folder. The file name tells the test part; of several image sizes one is read."""
     paths = sorted(folder.glob("*.npz"))
     if len(paths) == 1:
         return read_npz(paths[0])
@@ -50,22 +50,23 @@ def read(folder: Path, options: Options) -> Raw:
 
 
 def read_npz(path: Path) -> Raw:
-    known = headers(path)
-    if "images" in known and "labels" in known:
-        arrays = _load(path, ["images", "labels", *(["class_names"] if "class_names" in known else [])])
-        names = tuple(str(n) for n in arrays["class_names"].reshape(-1)) if "class_names" in arrays else None
-        return Raw(checked(arrays["images"], arrays["labels"], str(path)), None, names)
-    if {"train_images", "train_labels", "test_images", "test_labels"} <= known.keys():
+    arrays = headers(path)
+    if "images" in arrays and "labels" in arrays:
+        names = ["class_names"] if "class_names" in arrays else []
+        images, labels, *rest = _load(path, ["images", "labels", *names])
+        class_names = tuple(str(name) for name in rest[0].reshape(-1)) if rest else None
+        return Raw(checked(images, labels, str(path)), None, class_names)
+    if {"train_images", "train_labels", "test_images", "test_labels"} <= arrays.keys():
         return Raw(
-            concat([_part(path, part) for part in ("train", "val") if f"{part}_images" in known]), _part(path, "test")
+            concat([_part(path, part) for part in ("train", "val") if f"{part}_images" in arrays]), _part(path, "test")
         )
-    have = ", ".join(f"'{name}'" for name in list(known)[:6]) or "nothing"
+    have = ", ".join(f"'{name}'" for name in list(arrays)[:6]) or "nothing"
     raise UserError(f"{path}: needs the arrays 'images' and 'labels', has {have}.")
 
 
 def headers(path: Path) -> dict[str, Header]:
-    """Shape and type of every array, checked before anything is unpacked: no objects, no bombs, no false sizes."""
-    found: dict[str, Header] = {}
+    """Shape and type of every array, checked before anything is unpacked: no objects, no more than 4 GiB, no false sizes."""
+    result: dict[str, Header] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
@@ -81,12 +82,12 @@ def headers(path: Path) -> dict[str, Header]:
                     )
                 if math.prod(shape) * dtype.itemsize > member.file_size:
                     raise UserError(f"{path}: '{name}' claims {shape_text(shape)} {dtype}, more than the file holds.")
-                found[name] = shape, dtype
+                result[name] = shape, dtype
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
     except _BROKEN as error:
         raise UserError(f"{path}: not a readable .npz archive ({one_line(error)}).") from None
-    return found
+    return result
 
 
 def _header(file: IO[bytes]) -> Header:
@@ -98,26 +99,26 @@ def _header(file: IO[bytes]) -> Header:
     return shape, dtype
 
 
-def _load(path: Path, names: list[str]) -> dict[str, Array]:
+def _load(path: Path, names: list[str]) -> list[Array]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return {name: _array(archive, name) for name in names}
+            return [_array(archive, name) for name in names]
     except _BROKEN as error:
         raise UserError(f"{path}: damaged ({one_line(error)}).") from None
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-any-return]
+        return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
 
 
 def _part(path: Path, part: str) -> Images:
-    arrays = _load(path, [f"{part}_images", f"{part}_labels"])
-    return checked(arrays[f"{part}_images"], arrays[f"{part}_labels"], f"{path} ({part})")
+    images, labels = _load(path, [f"{part}_images", f"{part}_labels"])
+    return checked(images, labels, f"{path} ({part})")
 
 
 def _height(heights: set[int], size: int | None, folder: Path) -> int:
-    """Which of several image sizes to read: the smallest that is not below the one asked for."""
+    """Which of several image sizes to read: the smallest that is at least `size`, else the largest."""
     if len(heights) > 1 and size is None:
         raise UserError(
             f"{folder}: holds images of {' and '.join(map(str, sorted(heights)))} pixels; choose with size=."

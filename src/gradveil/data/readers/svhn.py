@@ -1,4 +1,4 @@
-"""SVHN, cropped digits: MATLAB files with `X` (32 × 32 × 3 × n bytes) and `y` (digits, the zero written as 10)."""
+"""SVHN, cropped digits: MATLAB files with `X` (32 × 32 × 3 × n bytes) and `y` (digits; 10 stands for zero)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gradveil.core.errors import UserError
-from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, checked, one_line, shape_text
+from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, checked
 
 
 def claims(folder: Path) -> bool:
@@ -26,7 +26,7 @@ def _mat(path: Path) -> Images:
     from scipy.io.matlab import MatReadError
 
     try:
-        shapes = {name: shape for name, shape, _ in whosmat(path)}  # of the headers alone
+        shapes = {name: shape for name, shape, _ in whosmat(path)}  # from the headers alone
         if not {"X", "y"} <= shapes.keys():
             raise UserError(f"{path}: needs the variables X and y; is the file cut off?")
         if len(shapes["X"]) != 4 or math.prod(shapes["X"]) > MAX_BYTES or math.prod(shapes["y"]) != shapes["X"][3]:

@@ -1,4 +1,4 @@
-"""Tiny ImageNet as published: training pictures by class, validation ones by a list; the test part has no labels."""
+"""Tiny ImageNet as published: training pictures by class, validation pictures by a list; the test part has no labels."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def _validation(folder: Path, ids: tuple[str, ...]) -> Images:
     listing = folder / "val_annotations.txt"
     if not listing.is_file():
         raise UserError(f"{listing}: no such file; it holds the labels of the validation pictures.")
-    number = {name: i for i, name in enumerate(ids)}
+    labels = {name: i for i, name in enumerate(ids)}
     rows = [line.split("\t") for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if bad := next((row for row in rows if len(row) < 2 or row[1] not in number), None):
+    if bad := next((row for row in rows if len(row) < 2 or row[1] not in labels), None):
         raise UserError(f"{listing}: line '{' '.join(bad)[:60]}' names no class of the training part.")
     return Images(
-        [folder / "images" / row[0] for row in rows], np.array([number[row[1]] for row in rows], dtype=np.int64)
+        [folder / "images" / row[0] for row in rows], np.array([labels[row[1]] for row in rows], dtype=np.int64)
     )
 
 
 def _words(root: Path, ids: tuple[str, ...]) -> tuple[str, ...]:
-    """Readable names for WordNet numbers, where the list of them is at hand."""
+    """Readable names for WordNet numbers, where the file that lists them exists."""
     path = root / "words.txt"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     words = dict(line.split("\t", 1) for line in lines if "\t" in line)

@@ -1,38 +1,35 @@
-"""Data sets of torchvision, by their class name, where torchvision is at hand. Nothing is downloaded."""
+"""Data sets of torchvision, by their class name, where torchvision is installed. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from gradveil.core.errors import UserError, unknown
-from gradveil.data.raw import Raw, one_line
+from gradveil.core.errors import UserError, one_line, unknown
+from gradveil.data.raw import Raw
 from gradveil.data.readers.objects import read_object
 
 
 def read_torchvision(name: str, root: Path) -> Raw:
     try:
         from torchvision import datasets
-    except Exception as error:  # beside some builds of torch its import fails with more than ImportError
+    except Exception as error:  # beside some builds of torch the import raises other errors than ImportError
         raise UserError(
             f"'torchvision:{name}' needs torchvision, which cannot be imported here ({one_line(error)})."
         ) from None
-    cls = getattr(datasets, name, None)
-    if not inspect.isclass(cls):
-        known = [n for n, value in vars(datasets).items() if inspect.isclass(value)]
-        raise unknown("torchvision data set", name, known, hint="torchvision.datasets lists all.")
-    make: Any = cls
-    parameters = inspect.signature(make).parameters
+    classes: dict[str, Callable[..., object]] = {n: v for n, v in vars(datasets).items() if inspect.isclass(v)}
+    if name not in classes:
+        raise unknown("torchvision data set", name, classes, hint="torchvision.datasets lists all.")
+    parameters = inspect.signature(classes[name]).parameters
+    parts: list[dict[str, bool | str]] = [{}]
     if "train" in parameters:
-        parts: list[dict[str, Any]] = [{"train": True}, {"train": False}]
+        parts = [{"train": True}, {"train": False}]
     elif "split" in parameters:
         parts = [{"split": "train"}, {"split": "test"}]
-    else:
-        parts = [{}]
     try:
-        made = [make(root=str(root), **part) for part in parts]
-    except Exception as error:  # torchvision's own checks: a missing file, an unknown part
+        sets = [classes[name](root=str(root), **part) for part in parts]
+    except Exception as error:  # torchvision checks its files and parts itself
         raise UserError(f"'torchvision:{name}' in {root}: {one_line(error)}") from None
-    raws = [read_object(part, f"torchvision:{name}") for part in made]
+    raws = [read_object(part, f"torchvision:{name}") for part in sets]
     return Raw(raws[0].train, raws[1].train if len(raws) > 1 else None, raws[0].class_names)
