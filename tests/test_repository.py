@@ -201,7 +201,7 @@ def occurrences(pattern: str) -> Callable[[ast.AST, str], int]:
 # What is counted in the source, how often it may stand there today, and the aim. Lower a ceiling whenever you can.
 CEILINGS: dict[str, tuple[Callable[[ast.AST, str], int], int, int]] = {
     "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 106, 25),
-    "type: ignore": (occurrences(r"type: ignore"), 51, 15),
+    "type: ignore": (occurrences(r"type: ignore"), 40, 15),
     "lines": (lambda tree, text: len(text.splitlines()), 22_600, 22_300),
     "vague names": (lambda tree, text: len(vague_names(tree)), 339, 0),
     "Client(": (lambda tree, text: len(constructions_of_client(tree)), 5, 1),

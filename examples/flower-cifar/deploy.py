@@ -29,7 +29,7 @@ def certificates(folder: Path) -> dict[str, Path]:
     authority_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "flower-cifar authority")])
     server_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
 
     def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, authority: bool) -> x509.Certificate:
         addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from flower_cifar.task import dataset, network
 from local import HERE
 

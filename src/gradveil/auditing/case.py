@@ -57,7 +57,7 @@ class Case:
         shape, classes = self.data.input_shape, self.data.num_classes
         module = models.build(spec.model, input_shape=shape, num_classes=classes, seed=spec.seed)
         self.server = copied(module).cpu().float()
-        self.training = LocalTraining(epochs=spec.local_steps, lr=spec.local_lr if spec.local_steps > 1 else None)  # type: ignore[call-arg]
+        self.training = LocalTraining(epochs=spec.local_steps, lr=spec.local_lr if spec.local_steps > 1 else None)
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
         self._try_loss()
         random = generator(spec.seed, "victims")

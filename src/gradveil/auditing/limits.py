@@ -73,10 +73,9 @@ def find_device(name: str) -> torch.device:
         raise UserError(f"--device '{name}' is no device; write cpu, cuda, cuda:1 or mps.") from None
     if device.type == "cpu":
         return torch.device("cpu")
-    found = {"cuda": torch.cuda.device_count, "mps": lambda: int(torch.backends.mps.is_available())}
-    if device.type not in found:
+    if device.type not in ("cuda", "mps"):
         raise UserError(f"--device '{name}': attacks run on cpu, cuda or mps.")
-    count = found[device.type]()
+    count = torch.cuda.device_count() if device.type == "cuda" else int(torch.backends.mps.is_available())
     if (device.index or 0) >= count:
         raise UserError(f"--device '{name}': torch {torch.__version__} finds {count} such devices here.")
     return device

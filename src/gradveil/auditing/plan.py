@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -47,7 +48,7 @@ class Cell:
 class Plan:
     cells: tuple[Cell, ...]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Cell]:
         return iter(self.cells)
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradveil.federation import History
 
 
-class Engine(str, Enum):
+class Engine(StrEnum):
     """Who carries states and updates between server and clients."""
 
     inline = "inline"

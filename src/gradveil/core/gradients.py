@@ -83,7 +83,7 @@ class ModelFunction:
     def draw_noise(self, images: int, rng: torch.Generator) -> Tensors:
         """A draw for every random part of the model: a submodule with `draw(images, rng)` reads it from its buffer `noise`."""
         parts = [(path, m) for path, m in self.module.named_modules() if callable(getattr(m, "draw", None))]
-        return {f"{path}.noise" if path else "noise": m.draw(images, rng) for path, m in parts}  # type: ignore[operator]
+        return {f"{path}.noise" if path else "noise": m.draw(images, rng) for path, m in parts}
 
     # -- one victim --------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class ModelFunction:
         fixed = {k: v for k, v in state.items() if k not in parameters}
         dims = (0 if stacked else None, None, 0, 0, 0)
         if route == "vmap":
-            return vmap(self._one, in_dims=dims, randomness="different")(parameters, fixed, x, y, noise)  # type: ignore[no-any-return]
+            return vmap(self._one, in_dims=dims, randomness="different")(parameters, fixed, x, y, noise)
         rows = []
         for n in range(len(x)):
             own = {k: v[n] for k, v in parameters.items()} if stacked else parameters

@@ -179,7 +179,7 @@ class Registry(Generic[T]):
             cls.name = f"{path}:{own['object']}"  # type: ignore[attr-defined]
         if not dataclasses.is_dataclass(cls):
             cls = settings(cls)
-        return build(cls, parse_settings(given, of=text), of=text)
+        return cast(T, build(cls, parse_settings(given, of=text), of=text))
 
 
 def import_all(package: str) -> None:

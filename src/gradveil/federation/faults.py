@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -86,4 +87,4 @@ def _shape(value: torch.Tensor) -> str:
 
 
 def _norm(tensors: Tensors) -> float:
-    return float(sum(float((t.double() ** 2).sum()) for t in tensors.values())) ** 0.5
+    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors.values()))

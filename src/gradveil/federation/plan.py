@@ -59,7 +59,7 @@ class Plan:
     def local_training(self, round: int) -> LocalTraining:
         """One gradient, or local SGD at this round's rate."""
         if self.fedsgd:
-            return LocalTraining()  # type: ignore[call-arg]
+            return LocalTraining()
         return LocalTraining(
             epochs=self.local_epochs,
             batch_size=self.batch_size,
@@ -79,4 +79,4 @@ class Plan:
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "defended": self.num_defended}  # type: ignore[call-overload]
+        return {**dataclasses.asdict(self), "defended": self.num_defended}

@@ -71,15 +71,15 @@ class Change:
         """Before, after and the difference with its interval, as they are shown."""
         shares = self.metric in ("identified", "accuracy")
         places = 1 if self.metric == "psnr" else 2
-        show = (lambda v: words.percent(v, 1)) if shares else (lambda v: words.digits(v, places))
-        parts = [show(self.before), show(self.after)]
+        values = (self.before, self.after)
+        before, after = (words.percent(v, 1) if shares else words.digits(v, places) for v in values)
         if self.difference is None:
-            return parts[0], parts[1], words.NOTHING
+            return before, after, words.NOTHING
         scale = 100 if shares else 1
         text = _signed(scale * self.difference, 1 if shares else places)
         if self.low is not None and self.high is not None and self.low != self.high:
             text += f" ({' to '.join(_signed(scale * v, 1 if shares else places) for v in (self.low, self.high))})"
-        return parts[0], parts[1], text
+        return before, after, text
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
@@ -95,7 +95,7 @@ class Report:
             ax.xaxis.set_major_formatter(lambda value, _: f"{1 - value:.2f}")
         ax.margins(x=0.12)
         ax.grid(alpha=0.25)
-        return cast("Figure", ax.figure.figure)
+        return ax.figure.figure
 
     def save(self, folder: str | Path, pictures: PictureMode = "blurred") -> Path:
         """Copy the run's folder there (or write the summary alone, if there is none), with its page."""

@@ -118,7 +118,7 @@ class _Pixels:
         self.shape, self.width = shape, shape.numel()
 
     def images(self, z: Tensor, rows: Tensor) -> Tensor:
-        return 0.5 + z.unflatten(1, self.shape)
+        return 0.5 + z.reshape(len(z), *self.shape)
 
     def rarity(self, z: Tensor) -> Tensor:
         return z.new_zeros(len(z))

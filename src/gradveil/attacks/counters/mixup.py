@@ -108,7 +108,8 @@ def unmix(mixture: Mixture, encodings: Tensor, steps: int) -> Tensor:
     gram, wanted = m.T @ m, m.T @ encodings.flatten(1) + PULL * mean
     gram = gram + PULL * torch.eye(len(gram))
     rate = 1 / torch.linalg.matrix_norm(gram, 2)
-    x = look = torch.linalg.solve(gram, wanted).clamp(0, 1)
+    x: Tensor = torch.linalg.solve(gram, wanted).clamp(0, 1)
+    look = x
     for i in range(steps):
         new = (look - rate * (gram @ look - wanted)).clamp(0, 1)
         look = new + i / (i + 3) * (new - x)

@@ -34,7 +34,7 @@ def bottleneck_path(observation: Observation) -> str | None:
     """The first submodule with an encoder, a decoder and a draw: PRECODE's, found by its shape."""
     for path, part in observation.model.module.named_modules():
         if all(hasattr(part, name) for name in ("encoder", "decoder", "draw")):
-            return path
+            return str(path)
     return None
 
 

@@ -83,7 +83,9 @@ def defense_of(target: Target) -> Defense:
 class _Work(TorchDispatchMode):
     """Counts what is computed inside: calls, numbers written, multiply-adds."""
 
-    total = 0.0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -95,7 +97,8 @@ class _Work(TorchDispatchMode):
 
 def cost_of_round(client: Client, state: Tensors, batch: Batch) -> float:
     """The work of one round. Counted, not timed: how much is rehearsed must not depend on the machine's mood."""
-    with _Work() as counter:
+    counter = _Work()
+    with counter:
         client.round(state, batch, "cost")
     return counter.total
 

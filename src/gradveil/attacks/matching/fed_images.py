@@ -55,7 +55,7 @@ class Fed:
 
     def by_victim(self, rows: Tensor) -> Tensor:
         """Rows as victims × sightings."""
-        return rows.unflatten(0, (int(self.sighting.max()) + 1, -1)).transpose(0, 1)
+        return rows.reshape(int(self.sighting.max()) + 1, -1, *rows.shape[1:]).transpose(0, 1)
 
 
 def recover(target: Target) -> Fed:

@@ -65,7 +65,7 @@ class DpSgd(Defense):
         total = {name: torch.zeros_like(g) for name, g in tensors.items()}
         factors = []
         for each in _per_image(step, sum(g.numel() for g in tensors.values())):
-            size = torch.sqrt(sum((g.double() ** 2).flatten(1).sum(dim=1) for g in each.values()))  # type: ignore[arg-type]
+            size = torch.sqrt(sum((g.double() ** 2).flatten(1).sum(dim=1) for g in each.values()))
             factors.append((self.clip / size.clamp_min(1e-12)).clamp_max(1.0))
             for name, g in each.items():
                 total[name] += torch.einsum("n,n...->...", factors[-1].to(g), g)

@@ -67,7 +67,7 @@ class Guard(Shield):
             stored = context.state.array_records[_PROTECTED].items()
             self.load_state_dict({name: torch.from_numpy(array.numpy().copy()) for name, array in stored})
         self._protected(self._client.model.state(), self._private)
-        context.state[_PROTECTED] = ArrayRecord(self.state_dict())  # type: ignore[arg-type]
+        context.state[_PROTECTED] = ArrayRecord(self.state_dict())
 
     def reply(self, **metrics: float) -> Message:
         """The answer to the message: trained weights after the update stage, and how many examples they come from."""
@@ -93,7 +93,7 @@ class Guard(Shield):
         state.update((name, sent[first[p]]) for name, p in parameters.items() if name in state and first[p] in sent)
         log_round(self.defense, len(sent), len(buffers))
         facts = MetricRecord({"num-examples": len(self._private), **metrics})
-        content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})  # type: ignore[arg-type]
+        content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
         return Message(content, reply_to=self._message)
 
     def _leaving(self) -> Step:

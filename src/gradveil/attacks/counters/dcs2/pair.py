@@ -55,7 +55,7 @@ def separate(sent: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], lambda_g
         p = (_inverse(parts) @ logits + bias).softmax(-1)
         signals = (plane @ parts).T
         mixed = lambda_g * concealed + (1 - lambda_g) * sensitive
-        return torch.cat([(p[0] - sensitive) * at[2].exp() - signals[0], p[1] - mixed - signals[1]]) / size
+        return torch.cat([(p[0] - sensitive) * at[2].exp() - signals[0], p[1] - mixed - signals[1]]).div(size)
 
     aside = [sign * a for a in ASIDE for sign in (1, -1)]
     grid = torch.cartesian_prod(*(torch.tensor(v, dtype=torch.float64) for v in (SHARES, aside, LARGER)))
@@ -71,7 +71,7 @@ def separate(sent: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], lambda_g
 
 def _inverse(m: Tensor) -> Tensor:
     (a, b), (c, d) = m
-    return torch.stack([torch.stack([d, -b]), torch.stack([-c, a])]) / (a * d - b * c)
+    return torch.stack([torch.stack([d, -b]), torch.stack([-c, a])]).div(a * d - b * c)
 
 
 def _levenberg_marquardt(residuals: Callable[..., Tensor], at: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -253,7 +253,7 @@ def search_policy(
                 note(_tried_twice(scorer, policy))
         found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
         if file:
-            write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})  # type: ignore[call-overload]
+            write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})
         return found
 
 

@@ -119,7 +119,7 @@ def _solarize(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
 
 
 def _posterize(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
-    step = 2 ** (8 - int(magnitude))
+    step = 2.0 ** (8 - int(magnitude))
     return (levels / step).floor() * step
 
 

@@ -47,7 +47,7 @@ def score_in_workers(
     again: set[Policy] = set()
     with tempfile.TemporaryDirectory() as folder:
         write_tensors(file := Path(folder) / "search.safetensors", tensors)
-        first: Message = {"tensors": str(file), "search": asdict(search), "model": model, "path": sys.path}  # type: ignore[call-overload]
+        first: Message = {"tensors": str(file), "search": asdict(search), "model": model, "path": sys.path}
         crew = [Worker(Path(__file__), first, inbox) for _ in range(min(workers, len(policies)))]
         try:
             while waiting or any(w.task for w in crew):
