@@ -21,6 +21,7 @@ from torch import Tensor
 from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
 from gradveil.metrics.pixel import pair
+from gradveil.metrics.registry import metric
 
 Net = Literal["alex", "vgg"]
 
@@ -86,6 +87,7 @@ def lpips_size(height: int, width: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
+@metric("lpips")
 def lpips(truth: Tensor, reconstruction: Tensor, net: Net = "alex") -> Tensor | None:
     """Perceptual distance of each image (n), 0 for an exact match; None without weights, or if neither grey nor RGB."""
     x, y = pair(truth, reconstruction)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradveil.metrics.registry import metric
+
 MSE_FLOOR = 1e-16  # an exact match is given 160 dB, so that averages stay finite
 
 
@@ -20,12 +22,14 @@ def pair(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
     return as_pixels(truth), as_pixels(reconstruction)
 
 
+@metric("mse")
 def mse(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Mean squared error of each image (n)."""
     x, y = pair(truth, reconstruction)
     return (x - y).square().flatten(1).mean(dim=1)
 
 
+@metric("psnr")
 def psnr(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of each image (n) in dB, peak 1, at most 160."""
     return -10 * mse(truth, reconstruction).clamp(min=MSE_FLOOR).log10()

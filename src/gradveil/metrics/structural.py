@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.metrics.pixel import pair
+from gradveil.metrics.registry import metric
 
 
 class Window(NamedTuple):
@@ -38,6 +39,7 @@ def ssim_window(height: int, width: int) -> Window:
     return Window(size, 1.5 * size / 11)
 
 
+@metric("ssim")
 def ssim(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Structural similarity of each image (n), 1 for an exact match; not cut off at 0."""
     x, y = pair(truth, reconstruction)

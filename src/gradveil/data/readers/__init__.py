@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import pkgutil
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gradveil.core.errors import UserError
 from gradveil.data.raw import Options, Raw
-from gradveil.data.readers import celeba, cifar, idx, image_folder, npz, svhn, tinyimagenet
+from gradveil.data.readers import celeba
 
 
+@runtime_checkable
 class Reader(Protocol):
+    """A module of this package. `RANK` (0 unless it is set) orders readers that recognize the same folder."""
+
     def claims(self, folder: Path) -> bool: ...
 
     def read(self, folder: Path, options: Options) -> Raw: ...
 
 
-# Image folders come last: they would accept any tree with pictures in it.
-READERS: tuple[Reader, ...] = (idx, npz, cifar, svhn, celeba, tinyimagenet, image_folder)
+@functools.cache
+def readers() -> list[Reader]:
+    """Every module here that has `claims` and `read`."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    return sorted((m for m in modules if isinstance(m, Reader)), key=lambda module: getattr(module, "RANK", 0))
 
 
 def reader_of(folder: Path) -> Reader | None:
-    return next((reader for reader in READERS if reader.claims(folder)), None) if folder.is_dir() else None
+    return next((reader for reader in readers() if reader.claims(folder)), None) if folder.is_dir() else None
 
 
 def read_folder(folder: Path, options: Options, *, expected: str) -> Raw:

@@ -16,6 +16,7 @@ from gradveil.data.resize import resize_square
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 TEST = ("test", "val", "valid", "validation")
 MAX_PIXELS = 1 << 26  # per picture file
+RANK = 1  # last: it accepts any tree with pictures in it
 _BROKEN = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises on bad files
 
 

@@ -21,6 +21,7 @@ from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked, c
 
 Header = tuple[tuple[int, ...], np.dtype[np.generic]]
 TEST = ("test", "val")
+RANK = -1  # an archive that somebody made is preferred to the publisher's files beside it
 # Exceptions of damaged archives, of their compression and of numpy headers (which are Python literals); an encrypted
 # member raises RuntimeError.
 _BROKEN: tuple[type[Exception], ...] = (
