@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gradveil import __version__
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defenses.data.loda.defense import Loda
 from gradveil.defenses.registry import parse

@@ -21,10 +21,11 @@ from pydantic.fields import FieldInfo
 
 from gradveil import data as data_sets
 from gradveil import models
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.types import LocalTraining
 from gradveil.defenses import Defense, parse, registry
+from gradveil.defenses.base import Setup
 
 IMAGES = 6
 PUBLISHED = {
@@ -125,17 +126,8 @@ def effect(defense: Defense, path: Path) -> tuple[bool, float, list[str]]:
     module = models.build("lenet", input_shape=data.input_shape, num_classes=10, seed=0)
     function = ModelFunction(defense.model(module, data.input_shape))
     state = function.state()
-    client = Client(
-        function,
-        defense,
-        LocalTraining(),
-        state=state,
-        private=data.private[:300],
-        public=data.public,
-        num_classes=10,
-        mean=data.mean,
-        std=data.std,
-    )
+    setup = Setup(data.task(function), state, data.private[:300], data.public)
+    client = prepare_client(defense, LocalTraining(), setup)
     fed, begun = [], time.process_time()
     for i in range(IMAGES):
         _, trace = client.round(state, data.private[i : i + 1], i)

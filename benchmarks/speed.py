@@ -40,10 +40,12 @@ from gradveil.attacks.matching import swift
 from gradveil.attacks.matching.distances import RelativeL2
 from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.registry import parse
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Observation, Reconstruction, Sighting, observe
+from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.data import DataSet, load
+from gradveil.defenses.base import Setup
 from gradveil.defenses.registry import parse as parse_defense
 from gradveil.metrics import psnr
 from gradveil.models import build
@@ -136,13 +138,12 @@ def victims(data: DataSet, spec: str, seed: int, count: int) -> list[Observation
     """Undefended updates of one image each, labels known."""
     module = build(spec, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     model, defense = ModelFunction(module), parse_defense("none")
-    state, about = model.state(), {"num_classes": data.num_classes, "mean": data.mean, "std": data.std}
-    client = Client(model, defense, LocalTraining(), state=state, private=data.private, public=None, **about)
+    state, task = model.state(), data.task(model)
+    client = prepare_client(defense, LocalTraining(), Setup(task, state, data.private))
     seen = []
     for i in range(count):
         update, trace = client.round(state, data.private[i : i + 1], i)
-        shape = data.input_shape
-        seen.append(observe(model, [Sighting(state, update)], input_shape=shape, level="paper", trace=trace, **about))
+        seen.append(observe(task, [Sighting(state, update)], level="paper", trace=trace))
     return seen
 
 

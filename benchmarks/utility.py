@@ -80,10 +80,10 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
 def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
     """CPU seconds in which a client makes one update of 64 images, the least of three, or of one where it is slow."""
-    from gradveil.client import Client
+    from gradveil.client import prepare_client
     from gradveil.core.gradients import ModelFunction
     from gradveil.core.types import LocalTraining
-    from gradveil.defenses import parse
+    from gradveil.defenses import Setup, parse
     from gradveil.storage.files import write_json
 
     name = "-".join(str(job[k]).replace(":", "_") for k in ("data", "model", "defense"))
@@ -91,9 +91,9 @@ def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
     if not kept.exists():
         defense, batch = parse(job["defense"]), data.private[:64]
         function = ModelFunction(defense.model(module, data.input_shape))
-        facts = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std, "state": function.state()}
         public = data.public if len(data.public) else None
-        client = Client(function, defense, LocalTraining(), private=batch, public=public, **facts)
+        setup = Setup(data.task(function), function.state(), batch, public)
+        client = prepare_client(defense, LocalTraining(), setup)
         protected, _ = client.protect(function.state(), batch)  # what is done once is done now
         spent: list[float] = []
         while len(spent) < 3 and sum(spent) < 2:

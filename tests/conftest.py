@@ -14,22 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gradveil import attacks, metrics, models
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import (
-    Batch,
-    Level,
-    LocalTraining,
-    Observation,
-    Reconstruction,
-    Sighting,
-    Tensors,
-    Trace,
-    generator,
-    observe,
-)
+from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Level, LocalTraining, Tensors
 from gradveil.data import DataSet, load
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.storage.files import write_atomic
 
 torch.set_num_threads(1)
@@ -53,7 +45,7 @@ def _network(
     """One function and one state for all who ask alike, so that their victims can be attacked in one stack."""
     module = models.build(model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     if tampering:
-        public = (data.public.x - data.mean.view(-1, 1, 1)) / data.std.view(-1, 1, 1)
+        public = data.task(ModelFunction(module)).normalize(data.public.x)
         module = attacks.parse(tampering).tamper(module, data.input_shape, public)
     function = ModelFunction(parse(defense).model(module, data.input_shape))
     return function, function.state()
@@ -73,10 +65,8 @@ def _observe_victims(
 ) -> Victims:
     found, method = _data(data), parse(defense)
     function, state = _network(found, model, defense if "model" in method.stages else "none", tampering, seed)
-    shared = {"num_classes": found.num_classes, "mean": found.mean, "std": found.std}
-    client = Client(
-        function, method, training, state=state, private=found.private, public=found.public, seed=seed, **shared
-    )
+    task = found.task(function)
+    client = prepare_client(method, training, Setup(task, state, found.private, found.public, seed))
     places = torch.randperm(len(found.private), generator=generator(seed, "victims")).split(batch_size)
     observations, traces = [], []
     for victim in range(victims):
@@ -85,7 +75,7 @@ def _observe_victims(
         seen = [Sighting(state, update)]
         seen += [Sighting(state, client.round(state, batch, victim, u)[0]) for u in range(1, updates)]
         known = {"level": level, "training": training, "defense": method, "public": found.public, "trace": trace}
-        observations.append(observe(function, seen, input_shape=found.input_shape, **shared, **known))
+        observations.append(observe(task, seen, **known))
         traces.append(trace)
     return observations, traces
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import Chain, Defense, Setup, Step
@@ -28,11 +29,8 @@ def client_of(
     module = build("lenet", input_shape=data.input_shape, num_classes=data.num_classes)
     function = ModelFunction(method.model(module, data.input_shape))
     state = function.state()
-    facts = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std, "seed": seed}
-    made = Client(
-        function, method, training or LocalTraining(), state=state, private=data.private, public=data.public, **facts
-    )
-    return made, state, module
+    setup = Setup(data.task(function), state, data.private, data.public, seed)
+    return prepare_client(method, training or LocalTraining(), setup), state, module
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
@@ -140,7 +138,7 @@ def test_the_draw_of_a_random_model_is_a_secret_and_explains_the_update(shapes: 
     update, trace = client.round(state, batch, 0)
     (name,) = trace.secrets
     assert trace.secrets[name].shape == (5, 8)
-    again = client.model.gradient(state, (batch.x - shapes.mean) / shapes.std, batch.y, trace.secrets)
+    again = client.task.model.gradient(state, (batch.x - shapes.mean) / shapes.std, batch.y, trace.secrets)
     assert close(update.tensors, again)
 
 
@@ -164,7 +162,7 @@ def test_a_combination_is_its_parts_one_after_the_other(spec: str, shapes: DataS
     method = parse(spec)
     rng = generator(0, "round", 4)
     for part in method.parts:
-        step = Step(plain.model, state, batch, shapes.mean, shapes.std, 3, rng)
+        step = Step(plain.task, state, batch, rng)
         tensors = part.update(tensors, step)
     client, _, _ = client_of(shapes, spec)
     assert equal(client.round(state, batch, 4)[0].tensors, tensors)

@@ -42,9 +42,8 @@ LEVEL = {package: level for level, row in enumerate(ORDER) for package in row}
 WRONG_ORDER = {
     "gradveil.auditing.api -> gradveil.report",
     "gradveil.auditing.run -> gradveil.report",
-    "gradveil.protection.flower.guard -> gradveil.federation.rounds",
 }
-CYCLES = {"gradveil.attacks.base", "gradveil.core.gradients", "gradveil.defenses.data.ats.search"}
+CYCLES = {"gradveil.attacks.base", "gradveil.defenses.data.ats.search"}
 DOUBLE_NAMES = {
     "Cell",
     "Engine",

@@ -163,14 +163,10 @@ LONG_SIGNATURES = {
     "gradveil.cli.reproduce.command",
     "gradveil.cli.search.command",
     "gradveil.cli.train.command",
-    "gradveil.client.Client.__init__",
-    "gradveil.core.types.observe",
     "gradveil.defenses.data.ats.search.search_policy",
     "gradveil.federation.central.train_central",
     "gradveil.federation.inline.train",
     "gradveil.protection.flower.guard.protect",
-    "gradveil.protection.loop.make_client",
-    "gradveil.protection.loop.protect",
     "gradveil.recipes.measures.Ground.__init__",
 }
 

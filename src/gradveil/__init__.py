@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from gradveil.auditing.api import audit
     from gradveil.auditing.captured import attack_update
     from gradveil.core.errors import UserError
-    from gradveil.core.types import Batch, Knowledge, LocalTraining, Observation, Update
+    from gradveil.core.observation import Knowledge, Observation
+    from gradveil.core.types import Batch, LocalTraining, Update
     from gradveil.defenses.base import Defense
     from gradveil.defenses.registry import defense
     from gradveil.protection import flower

@@ -1,53 +1,42 @@
-"""The honest client: model, loss, defense and local training turn a private batch into an update, and a trace of how."""
+"""The honest client: task, defense and local training turn a private batch into an update, and a trace of how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradveil.core.gradients import ModelFunction, local_delta
-from gradveil.core.types import Batch, LocalTraining, Streams, Tensors, Trace, Update, generator
+from gradveil.core.gradients import local_delta
+from gradveil.core.observation import Trace
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors, Update
 from gradveil.defenses.base import Defense, Setup, Step
+
+Draws = Callable[..., torch.Generator]  # a random stream by its key
+
+
+def prepare_client(defense: Defense, training: LocalTraining, setup: Setup, draws: Draws | None = None) -> Client:
+    """A client whose defense has prepared itself on the client's data. The only way to build one.
+
+    All draws come from `draws`; without them, from the setup's seed, which an audit repeats and an attacker could guess.
+    """
+    draws = draws or partial(generator, setup.seed)
+    setup.rng = draws("prepare")
+    return Client(setup.task, defense, training, defense.prepare(setup), draws)
 
 
 class Client:
-    """One participant with its local data. `model` is the network as both sides run it (after `Defense.model`).
+    """One participant. `task.model` is the network as both sides run it (after `Defense.model`)."""
 
-    All draws come from `streams`; without them, from `seed`, which an audit repeats and an attacker could guess.
-    """
-
-    def __init__(
-        self,
-        model: ModelFunction,
-        defense: Defense,
-        training: LocalTraining,
-        *,
-        state: Tensors,
-        private: Batch,
-        public: Batch | None,
-        num_classes: int,
-        mean: Tensor,
-        std: Tensor,
-        seed: int = 0,
-        streams: Streams | None = None,
-        cache: Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-    ):
-        self.model, self.defense, self.training = model, defense, training
-        self.num_classes, self.mean, self.std, self.seed = num_classes, mean, std, seed
-        self.streams = streams or partial(generator, seed)
-        rng = self.streams("prepare")
-        self.memory = defense.prepare(
-            Setup(model, state, private, public, num_classes, mean, std, seed, rng, cache, progress)
-        )
+    def __init__(self, task: Task, defense: Defense, training: LocalTraining, memory: Any, draws: Draws):
+        self.task, self.defense, self.training, self.memory, self.draws = task, defense, training, memory, draws
 
     def protect(self, state: Tensors, batch: Batch, *key: int | str) -> tuple[Batch, Tensors]:
         """The data stage: what the client trains on in place of `batch`, and the secrets of it."""
-        step = self._step(state, batch, self.streams("data", *key))
+        step = self._step(state, batch, self.draws("data", *key))
         return self.defense.data(batch, step), step.secrets
 
     def round(
@@ -57,19 +46,19 @@ class Client:
         secrets: Tensors = {}
         if protected is None:
             protected, secrets = self.protect(state, batch, *key)
-        rng = self.streams("round", *key)
+        rng = self.draws("round", *key)
         fed: list[Batch] = []
 
         def gradient(parameters: Tensors, part: slice) -> Tensors:
             step = self._step({**state, **parameters}, protected[part], rng, secrets)
             step.batch = self.defense.batch(protected[part], step)
-            step.noise = self.model.draw_noise(len(step.batch), rng)
+            step.noise = self.task.model.draw_noise(len(step.batch), rng)
             secrets.update(step.noise)
             fed.append(step.batch)
             with torch.no_grad():
                 return self.defense.gradient(step.gradient(step.batch), step)
 
-        start = self.model.parameters(state)
+        start = self.task.model.parameters(state)
         if self.training.kind == "gradient":
             tensors = gradient(start, slice(0, len(batch)))
         else:
@@ -82,5 +71,4 @@ class Client:
         return Update(tensors, self.training.kind, len(batch)), Trace(batch, seen, secrets)
 
     def _step(self, state: Tensors, batch: Batch, rng: torch.Generator, secrets: Tensors | None = None) -> Step:
-        found = secrets if secrets is not None else {}
-        return Step(self.model, state, batch, self.mean, self.std, self.num_classes, rng, self.memory, secrets=found)
+        return Step(self.task, state, batch, rng, self.memory, secrets={} if secrets is None else secrets)

@@ -13,7 +13,7 @@ from gradveil.attacks.matching import dense
 from gradveil.attacks.matching.distances import L2, Cosine
 from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.matching.priors import TV
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 
 
 def target(observe_victims: Callable, **how: object) -> Target:

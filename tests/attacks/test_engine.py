@@ -27,7 +27,9 @@ from gradveil.attacks.matching import (
     swift,
 )
 from gradveil.attacks.matching.engine import choose, match_and_choose
-from gradveil.core.types import LocalTraining, Observation, Trace, generator
+from gradveil.core.observation import Observation, Trace
+from gradveil.core.randomness import generator
+from gradveil.core.types import LocalTraining
 from gradveil.data import DataSet
 
 

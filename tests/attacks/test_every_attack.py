@@ -19,7 +19,8 @@ from gradveil.attacks import parse
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.registry import registry
 from gradveil.core.errors import UserError
-from gradveil.core.types import LocalTraining, Observation, Reconstruction
+from gradveil.core.observation import Observation, Reconstruction
+from gradveil.core.types import LocalTraining
 from gradveil.data import DataSet
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses

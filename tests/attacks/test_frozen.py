@@ -14,7 +14,9 @@ from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import LocalTraining, Observation, Sighting, Update, observe
+from gradveil.core.observation import Observation, Sighting, observe
+from gradveil.core.task import Task
+from gradveil.core.types import LocalTraining, Update
 from gradveil.models import build
 
 SHAPE = (3, 32, 32)
@@ -43,7 +45,7 @@ def target(spec: str | nn.Module, victims: int = 2) -> Target:
 
 
 def _observation(model: ModelFunction, sightings: list[Sighting]) -> Observation:
-    return observe(model, sightings, input_shape=SHAPE, num_classes=4, mean=torch.zeros(3), std=torch.ones(3))
+    return observe(Task(model, SHAPE, 4, torch.zeros(3), torch.ones(3)), sightings)
 
 
 def reference(one: Target, row: int, x: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:

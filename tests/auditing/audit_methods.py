@@ -10,7 +10,8 @@ from torch import nn
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import rows_at_once
-from gradveil.core.types import Observation, Tensors
+from gradveil.core.observation import Observation
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
 
 

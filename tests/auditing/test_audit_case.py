@@ -10,7 +10,7 @@ from gradveil.attacks import parse as parse_attack
 from gradveil.auditing.case import Case, pick_victims
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 
 
 def make(digits, **values):
@@ -61,7 +61,7 @@ def test_a_users_module_stays_as_it_is(digits):
     module = nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).train()
     before = {n: t.clone() for n, t in module.state_dict().items()}
     case = make(digits, model=module)
-    case.function(case.defenses["none"], parse_attack("audit_methods:Crooked"))
+    case.task(case.defenses["none"], parse_attack("audit_methods:Crooked"))
     assert module.training
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
@@ -69,11 +69,11 @@ def test_a_users_module_stays_as_it_is(digits):
 def test_a_trained_state_is_put_in_but_what_a_malicious_server_changed_stays(digits):
     case = make(digits)
     none = case.defenses["none"]
-    _, untrained = case.function(none)
+    _, untrained = case.task(none)
     trained = {n: torch.full_like(t, 0.25) for n, t in untrained.items()}
-    _, state = case.function(none, trained=trained)
+    _, state = case.task(none, trained=trained)
     assert all(torch.equal(state[n], trained[n]) for n in trained)
-    _, tampered = case.function(none, parse_attack("audit_methods:Crooked"), trained)
+    _, tampered = case.task(none, parse_attack("audit_methods:Crooked"), trained)
     last = list(tampered)[-1]
     assert torch.equal(tampered[last], trained[last] * 2)
     assert all(torch.equal(tampered[n], trained[n]) for n in trained if n != last)

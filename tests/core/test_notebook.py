@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from gradveil.auditing.captured import Rebuilt
-from gradveil.core.types import Reconstruction
+from gradveil.core.observation import Reconstruction
 
 
 def pictures(text: str) -> list[np.ndarray]:

@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Knowledge, Level, LocalTraining, Observation, Sighting, Trace, generator, observe
+from gradveil.core.observation import Knowledge, Observation, Sighting, Trace, observe
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Level, LocalTraining
 from gradveil.data import DataSet
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.models import build
 
 LEVELS: tuple[Level, ...] = ("realistic", "paper", "upper-bound")
@@ -96,12 +99,12 @@ def victim(
     module = build("lenet", input_shape=data.input_shape, num_classes=data.num_classes)
     function = ModelFunction(method.model(module, data.input_shape))
     state = function.state()
-    shared = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std}
-    client = Client(function, method, training, state=state, private=data.private, public=data.public, **shared)
+    task = data.task(function)
+    client = prepare_client(method, training, Setup(task, state, data.private, data.public))
     # Labels 1 2 0 2: no other tensor of whole numbers is like them.
     update, trace = client.round(state, data.private[torch.tensor([10, 20, 30, 41])], 0)
     known = {"level": level, "training": training, "defense": method, "public": data.public, "trace": trace}
-    return observe(function, [Sighting(state, update)], input_shape=data.input_shape, **shared, **known), trace, client
+    return observe(task, [Sighting(state, update)], **known), trace, client
 
 
 def reachable(root: object) -> Iterator[object]:
@@ -208,11 +211,11 @@ def test_what_was_observed_is_a_copy(shapes: DataSet) -> None:
     assert labels is not None
     before = {n: t.clone() for n, t in observation.update.tensors.items()}
     trace.fed.y.add_(1)
-    shapes_mean = observation.mean.clone()
+    shapes_mean = observation.task.mean.clone()
     try:
         assert not torch.equal(labels, trace.fed.y)
         shapes.mean.add_(1)
-        assert torch.equal(observation.mean, shapes_mean)
+        assert torch.equal(observation.task.mean, shapes_mean)
     finally:
         shapes.mean.sub_(1)
     copied = observation.update.copy()
@@ -222,13 +225,5 @@ def test_what_was_observed_is_a_copy(shapes: DataSet) -> None:
 
 def test_without_a_trace_nothing_can_be_granted(shapes: DataSet) -> None:
     observation, *_ = victim(shapes, "mixup", "realistic")
-    again = observe(
-        observation.model,
-        list(observation.seen),
-        input_shape=shapes.input_shape,
-        num_classes=3,
-        mean=shapes.mean,
-        std=shapes.std,
-        level="upper-bound",
-    )
+    again = observe(observation.task, list(observation.seen), level="upper-bound")
     assert again.knowledge == Knowledge(level="upper-bound", batch_size=4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 from gradveil.data import DataSet, load
 from gradveil.data.raw import Images, Options
 from gradveil.data.split import image_keys, split, stratified_order

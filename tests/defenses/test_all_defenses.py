@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update
+from gradveil.core.observation import Trace
+from gradveil.core.types import Batch, LocalTraining, Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import parse
-from gradveil.defenses.base import STAGES, Defense
+from gradveil.defenses.base import STAGES, Defense, Setup
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry
 
@@ -64,10 +65,9 @@ def rounds(
     training = training or LocalTraining()
     function = ModelFunction(defense.model(network(), data.input_shape), mode=mode)  # type: ignore[arg-type]
     state = function.state()
-    facts = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)  # for dropout in training, which torch draws globally
-        client = Client(function, defense, training, state=state, private=data.private, public=data.public, **facts)
+        client = prepare_client(defense, training, Setup(data.task(function), state, data.private, data.public))
         update, trace = client.round(state, data.private[:images], 0)
     return update, trace, function.parameters(state)
 
@@ -149,14 +149,8 @@ def test_chance_is_declared_and_comes_from_the_key(name: str, shapes: DataSet) -
     defense = quick(name)
     function = ModelFunction(defense.model(network(), shapes.input_shape))
     state = function.state()
-    facts = {
-        "num_classes": 3,
-        "mean": shapes.mean,
-        "std": shapes.std,
-        "private": shapes.private,
-        "public": shapes.public,
-    }
-    client = Client(function, defense, LocalTraining(), state=state, **facts)
+    setup = Setup(shapes.task(function), state, shapes.private, shapes.public)
+    client = prepare_client(defense, LocalTraining(), setup)
     batch = Batch(shapes.private.x[:3], shapes.private.y[:3])
     one, again, other = (client.round(state, batch, key)[0].tensors for key in (0, 0, 1))
     assert same(one, again)

@@ -11,11 +11,14 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.defenses.data.ats.defense import Draw, parse_policies, random_policy, transform, write_policy
 from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
 
@@ -111,12 +114,8 @@ def test_only_grey_or_rgb() -> None:
 def client(spec: str) -> tuple[Client, dict[str, Tensor], Batch]:
     function = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)))
     state, batch = function.state(), Batch(tensor(pictures(32, 32)).repeat(4, 1, 1, 1), torch.arange(24) % 10)
-    common = {"num_classes": 10, "mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)}
-    return (
-        Client(function, parse(spec), LocalTraining(), state=state, private=batch, public=None, **common),
-        state,
-        batch,
-    )
+    task = Task(function, (3, 32, 32), 10, torch.full((3,), 0.5), torch.full((3,), 0.25))
+    return prepare_client(parse(spec), LocalTraining(), Setup(task, state, batch)), state, batch
 
 
 def test_secrets_tell_what_every_image_became() -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.data.ats import search as ats_search
 from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, transform, write_policy

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Tensors, Trace, Update
+from gradveil.core.observation import Trace
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors, Update
 from gradveil.defenses import Defense, parse
+from gradveil.defenses.base import Setup
 from gradveil.defenses.gradient import dcs2
 from gradveil.defenses.gradient.dcs2 import DCS2, project
 
@@ -53,21 +56,13 @@ def client(
 ) -> Client:
     defense = parse(defense)
     f = ModelFunction(defense.model(module or smooth(), SHAPE), mode=mode)  # type: ignore[arg-type]
-    return Client(
-        f,
-        defense,
-        training or LocalTraining(),
-        state=f.state(),
-        private=images(40),
-        public=public,
-        num_classes=4,
-        mean=MEAN,
-        std=STD,
+    return prepare_client(
+        defense, training or LocalTraining(), Setup(Task(f, SHAPE, 4, MEAN, STD), f.state(), images(40), public)
     )
 
 
 def send(c: Client, batch: Batch, draw: int = 0) -> tuple[Update, Trace]:
-    return c.round(c.model.state(), batch, draw)
+    return c.round(c.task.model.state(), batch, draw)
 
 
 def normal(x: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ def normal(x: Tensor) -> Tensor:
 
 def gradient(c: Client, x: Tensor, y: Tensor) -> Tensors:
     """By plain backward on the module itself."""
-    module = c.model.module
+    module = c.task.model.module
     module.zero_grad()
     F.cross_entropy(module(normal(x)), y).backward()
     return {k: p.grad.clone() for k, p in module.named_parameters()}  # type: ignore[union-attr]
@@ -89,7 +84,7 @@ def flat(tensors: Tensors) -> Tensor:
 def terms(c: Client, x: Tensor, y: Tensor, private: Batch) -> tuple[float, float, float]:
     """Gradient cosine, distance and relative shift of the output of one concealed sample."""
     likeness = torch.cosine_similarity(flat(gradient(c, x, y)), flat(gradient(c, private.x, private.y)), dim=0)
-    out, there = c.model.module(normal(x)), c.model.module(normal(private.x))
+    out, there = c.task.model.module(normal(x)), c.task.model.module(normal(private.x))
     shift = (out - there).norm() / there.norm()
     return float(likeness), float((normal(x) - normal(private.x)).norm()), float(shift.detach())
 
@@ -166,7 +161,7 @@ def test_each_sample_is_crafted_as_if_alone_in_any_chunks(monkeypatch: pytest.Mo
     together = send(c, batch)[1].secrets
     x, y = together["dcs2.concealed"], together["dcs2.concealed_labels"]
     start = send(client("dcs2:steps=0"), batch)[1].secrets["dcs2.concealed"]
-    step = c._step(c.model.state(), batch, torch.Generator())
+    step = c._step(c.task.model.state(), batch, torch.Generator())
     defense = c.defense
     assert isinstance(defense, DCS2)
     for i in range(3):
@@ -231,13 +226,13 @@ def test_what_leaves_is_eq_10(n: int, spec: str, share: float, parts: int) -> No
 def test_a_gradient_that_would_point_away_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:
     c, batch = client("dcs2:steps=1"), images(2)
     plain = flat(gradient(c, batch.x, batch.y))
-    true = c.model.gradient
+    true = c.task.model.gradient
 
     def reverse(state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensors:
         sign = 1 if torch.equal(x, normal(batch.x)) else -3
         return {k: sign * g for k, g in true(state, normal(batch.x), batch.y, noise).items()}
 
-    monkeypatch.setattr(c.model, "gradient", reverse)
+    monkeypatch.setattr(c.task.model, "gradient", reverse)
     sent = flat(send(c, batch)[0].tensors)
     assert abs(float(plain @ sent)) < 1e-4 * float(plain @ plain)
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.defenses.gradient import dpsgd
 from gradveil.defenses.gradient.dpsgd import DpSgd, epsilon_of, noise_for
 
@@ -40,16 +43,10 @@ def setup(spec: str, module: nn.Module | None = None, training: LocalTraining | 
         module = module or nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
     batch = Batch(torch.rand(6, 1, 4, 4, generator=generator(0, "images")), torch.arange(6) % 3)
     model = ModelFunction(module)
-    one = Client(
-        model,
+    one = prepare_client(
         parse(spec),
         training or LocalTraining(),
-        state=model.state(),
-        private=batch,
-        public=None,
-        num_classes=3,
-        mean=torch.tensor([0.5]),
-        std=torch.tensor([0.25]),
+        Setup(Task(model, (1, 4, 4), 3, torch.tensor([0.5]), torch.tensor([0.25])), model.state(), batch),
     )
     return one, batch
 
@@ -60,7 +57,7 @@ def norm(tensors: Tensors) -> float:
 
 def test_each_image_is_clipped_by_itself():
     plain, batch = setup("none")
-    state = plain.model.state()
+    state = plain.task.model.state()
     single = [plain.round(state, batch[i : i + 1], 0)[0].tensors for i in range(6)]
     clip = sorted(norm(g) for g in single)[2]  # three are above it, the others not
     expected = {
@@ -78,9 +75,9 @@ def test_each_image_is_clipped_by_itself():
 
 def test_chunks_change_nothing(monkeypatch):
     one, batch = setup("dpsgd:noise=0,clip=0.5")
-    whole = one.round(one.model.state(), batch, 0)[0].tensors
+    whole = one.round(one.task.model.state(), batch, 0)[0].tensors
     monkeypatch.setattr(dpsgd, "CHUNK", 400)  # two images at a time: the model has 163 values
-    parts = one.round(one.model.state(), batch, 0)[0].tensors
+    parts = one.round(one.task.model.state(), batch, 0)[0].tensors
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name])
 
@@ -90,7 +87,7 @@ def test_a_random_network_keeps_each_images_draw():
         torch.manual_seed(1)
         module = Noisy()
     (plain, batch), (private, _) = setup("none", module), setup("dpsgd:noise=0,clip=1000", module)
-    state = plain.model.state()
+    state = plain.task.model.state()
     expected, update = (one.round(state, batch, 0)[0].tensors for one in (plain, private))
     for name, g in expected.items():
         torch.testing.assert_close(update[name], g, atol=1e-6, rtol=1e-5)
@@ -99,7 +96,7 @@ def test_a_random_network_keeps_each_images_draw():
 def test_noise_has_the_deviation_of_the_formula():
     quiet, batch = setup("dpsgd:noise=0,clip=0.3")
     loud, _ = setup("dpsgd:noise=2,clip=0.3")
-    state = quiet.model.state()
+    state = quiet.task.model.state()
     exact = quiet.round(state, batch, 0)[0].tensors
     drawn = []
     for key in range(60):
@@ -114,7 +111,7 @@ def test_noise_has_the_deviation_of_the_formula():
 def test_every_local_step_is_private():
     training = LocalTraining(batch_size=2, lr=1.0)
     one, batch = setup("dpsgd:noise=0,clip=0.001", training=training)
-    update, trace = one.round(one.model.state(), batch, 0)
+    update, trace = one.round(one.task.model.state(), batch, 0)
     assert norm(update.tensors) <= 3 * 0.001 + 1e-7  # three steps, each bounded by the clip
     assert len(trace.secrets["clipped"]) == 6
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Setup, Step, parse
 from gradveil.defenses.gradient.graddefense import sensitivity
@@ -29,20 +30,13 @@ def images(n: int, seed: int = 0) -> Batch:
     return Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(4, (n,), generator=rng))
 
 
+def task_of(f: ModelFunction) -> Task:
+    return Task(f, SHAPE, 4, torch.zeros(1), torch.ones(1))
+
+
 def client(spec: str, public: Batch | None = None) -> Client:
     f = net()
-    zero, one = torch.zeros(1), torch.ones(1)
-    return Client(
-        f,
-        parse(spec),
-        LocalTraining(),
-        state=f.state(),
-        private=images(40),
-        public=public,
-        num_classes=4,
-        mean=zero,
-        std=one,
-    )
+    return prepare_client(parse(spec), LocalTraining(), Setup(task_of(f), f.state(), images(40), public))
 
 
 def flat(tensors: Tensors) -> Tensor:
@@ -72,7 +66,7 @@ def test_a_softmax_classifier_has_no_sensitivity_of_this_kind() -> None:
 @pytest.mark.parametrize("slices", [1, 4, 10])
 def test_slices_hold_equal_shares_of_the_sensitivity(slices: int) -> None:
     f, batch = net(), images(20)
-    step = Step(f, f.state(), batch, torch.zeros(1), torch.ones(1), 4, torch.Generator())
+    step = Step(task_of(f), f.state(), batch, torch.Generator())
     cuts = parse(f"graddefense:slices={slices},noised=1").cuts(step, batch)  # type: ignore[attr-defined]
     sizes = [p.numel() for p in f.parameters(f.state()).values()]
     share = sensitivity(f, f.state(), batch.x, batch.y).double()
@@ -86,8 +80,8 @@ def test_slices_hold_equal_shares_of_the_sensitivity(slices: int) -> None:
 
 def test_noise_stays_in_the_chosen_slices() -> None:
     c, batch = client("graddefense:std=0.1"), images(16)
-    plain = c.model.gradient(c.model.state(), batch.x, batch.y)
-    update, trace = c.round(c.model.state(), batch, 0)
+    plain = c.task.model.gradient(c.task.model.state(), batch.x, batch.y)
+    update, trace = c.round(c.task.model.state(), batch, 0)
     assert {k: (v.shape, v.dtype) for k, v in update.tensors.items()} == {
         k: (v.shape, v.dtype) for k, v in plain.items()
     }
@@ -103,21 +97,21 @@ def test_noise_stays_in_the_chosen_slices() -> None:
 
 def test_slices_are_drawn_anew_for_each_draw_and_again_for_the_same() -> None:
     c, batch = client("graddefense:std=0.1", public=images(60, seed=5)), images(1)
-    seen = [c.round(c.model.state(), batch, draw) for draw in (0, 0, 1, 2, 3)]
+    seen = [c.round(c.task.model.state(), batch, draw) for draw in (0, 0, 1, 2, 3)]
     assert torch.equal(flat(seen[0][0].tensors), flat(seen[1][0].tensors))
     assert len({str(t.secrets["graddefense.noised"].tolist()) for _, t in seen}) > 1
 
 
 def test_no_noise_is_the_identity() -> None:
     c, batch = client("graddefense:std=0"), images(3)
-    update, _ = c.round(c.model.state(), batch, 0)
-    assert torch.equal(flat(update.tensors), flat(c.model.gradient(c.model.state(), batch.x, batch.y)))
+    update, _ = c.round(c.task.model.state(), batch, 0)
+    assert torch.equal(flat(update.tensors), flat(c.task.model.gradient(c.task.model.state(), batch.x, batch.y)))
 
 
 def test_clipping_bounds_every_image_in_the_chosen_slices() -> None:
     c, batch = client("graddefense:clip=true,std=0.01"), images(3)
-    state = c.model.state()
-    step = Step(c.model, state, batch, c.mean, c.std, 4, torch.Generator())
+    state = c.task.model.state()
+    step = Step(c.task, state, batch, torch.Generator())
     whole = flat(step.gradient(batch))
     found, part = whole.clone(), slice(10, 300)
     c.defense._clip(found, [part], step)  # type: ignore[attr-defined]
@@ -130,12 +124,12 @@ def test_clipping_bounds_every_image_in_the_chosen_slices() -> None:
 def test_refresh_measures_at_the_present_weights() -> None:
     f = net()
     kept, fresh = parse("graddefense"), parse("graddefense:refresh=true")
-    setup = Setup(f, f.state(), images(20), None, 4, torch.zeros(1), torch.ones(1))
+    setup = Setup(task_of(f), f.state(), images(20))
     memory = kept.prepare(setup)
     later = {k: v * 5 if k == "1.weight" else v for k, v in f.state().items()}
 
     def noised(defense: object) -> list[list[int]]:
-        step = Step(f, later, images(1), torch.zeros(1), torch.ones(1), 4, torch.Generator().manual_seed(0), memory)
+        step = Step(task_of(f), later, images(1), torch.Generator().manual_seed(0), memory)
         defense.gradient(step.gradient(step.batch), step)  # type: ignore[attr-defined]
         return step.secrets["graddefense.noised"].tolist()  # type: ignore[no-any-return]
 
@@ -149,7 +143,7 @@ def test_more_noised_slices_than_there_are_is_refused() -> None:
 
 def test_clipping_is_refused_where_images_are_coupled() -> None:
     f = ModelFunction(net().module, mode="train")
-    step = Step(f, f.state(), images(4), torch.zeros(1), torch.ones(1), 4, torch.Generator())
+    step = Step(task_of(f), f.state(), images(4), torch.Generator())
     defense = parse("graddefense:clip=true")
     step.memory = (step.batch, torch.arange(11))
     with pytest.raises(UserError, match="couples"):

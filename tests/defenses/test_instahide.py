@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.25, 0.2, 0.3])
 PRIVATE, PUBLIC = 30, 20
@@ -19,16 +22,10 @@ def client(spec: str, *, public: bool = False) -> tuple[Client, Batch, Batch]:
     private = Batch(torch.rand(PRIVATE, 3, 5, 5, generator=rng), torch.arange(PRIVATE) % 4)
     others = Batch(torch.rand(PUBLIC, 3, 5, 5, generator=rng), torch.arange(PUBLIC) % 7)
     model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(75, 4)))
-    made = Client(
-        model,
+    made = prepare_client(
         parse(spec),
         LocalTraining(),
-        state=model.state(),
-        private=private,
-        public=others if public else None,
-        num_classes=4,
-        mean=MEAN,
-        std=STD,
+        Setup(Task(model, (3, 5, 5), 4, MEAN, STD), model.state(), private, others if public else None),
     )
     return made, private, others
 
@@ -39,7 +36,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 def test_the_network_sees_the_mix_with_signs_flipped():
     one, private, _ = client("instahide:k=3")
-    _, trace = one.round(one.model.state(), private[:12], 0)
+    _, trace = one.round(one.task.model.state(), private[:12], 0)
     secrets = trace.secrets
     mixed = torch.einsum("nk,nkchw->nchw", secrets["mixing"], private.x[secrets["partners"]])
     seen = normalized(trace.fed.x)
@@ -53,7 +50,7 @@ def test_the_network_sees_the_mix_with_signs_flipped():
 
 def test_signs_are_drawn_anew():
     one, private, _ = client("instahide")
-    state = one.model.state()
+    state = one.task.model.state()
     first, other = (one.round(state, private[:6], key)[1].secrets["signs"] for key in (0, 1))
     assert 0.35 < float((first == other).float().mean()) < 0.65
 
@@ -61,7 +58,7 @@ def test_signs_are_drawn_anew():
 @pytest.mark.parametrize("k", [4, 5, 6])
 def test_cross_dataset_takes_labels_from_private_images_alone(k):
     one, private, public = client(f"instahide:k={k},public=true", public=True)
-    _, trace = one.round(one.model.state(), private[:15], 0)
+    _, trace = one.round(one.task.model.state(), private[:15], 0)
     mixing, partners = trace.secrets["mixing"], trace.secrets["partners"]
     own = (k + 1) // 2
     assert (partners[:, :own] < PRIVATE).all()

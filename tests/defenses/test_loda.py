@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.data import load
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.defenses.data.loda import defense as loda
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.data.loda.defense import Loda, Memory
@@ -56,16 +59,10 @@ def shapes(n: int, name: str) -> Batch:
 
 def client(spec: str, private: Batch, public: Batch | None) -> Client:
     model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(private.x[0].numel(), 3)))
-    return Client(
-        model,
+    return prepare_client(
         parse(spec),
         LocalTraining(),
-        state=model.state(),
-        private=private,
-        public=public,
-        num_classes=3,
-        mean=torch.tensor([0.5]),
-        std=torch.tensor([0.5]),
+        Setup(Task(model, (1, 12, 12), 3, torch.tensor([0.5]), torch.tensor([0.5])), model.state(), private, public),
     )
 
 
@@ -147,7 +144,7 @@ def test_a_client_trains_on_obscured_images_and_keeps_the_starts_secret(small, m
     monkeypatch.setattr(loda, "BATCH", 4)
     private, public = shapes(10, "private"), shapes(60, "public")
     one = client("loda:steps=20", private, public)
-    _, trace = one.round(one.model.state(), private, 0)
+    _, trace = one.round(one.task.model.state(), private, 0)
     assert torch.equal(trace.fed.y, private.y)
     start = trace.secrets["start"]
     for image in start:
@@ -160,7 +157,7 @@ def test_a_client_trains_on_obscured_images_and_keeps_the_starts_secret(small, m
         for z in (start, trace.fed.x)
     )
     assert after < before / 3
-    again, other = (one.round(one.model.state(), private, key)[1].fed.x for key in (0, 1))
+    again, other = (one.round(one.task.model.state(), private, key)[1].fed.x for key in (0, 1))
     assert torch.equal(again, trace.fed.x)
     assert not torch.allclose(other, trace.fed.x)
 
@@ -170,7 +167,7 @@ def test_without_public_images_starts_are_noise_and_that_is_said(monkeypatch):
     private = Batch(images(200), torch.arange(200) % 3)
     with pytest.warns(UserWarning, match="start from noise"):
         one = client("loda:steps=1,layers=conv1", private, None)
-    _, secrets = one.protect(one.model.state(), private, 0)
+    _, secrets = one.protect(one.task.model.state(), private, 0)
     assert float(secrets["start"].mean()) == pytest.approx(0.5, abs=0.02)
     assert float(secrets["start"].std()) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
 

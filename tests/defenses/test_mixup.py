@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Chain
+from gradveil.defenses.base import Chain, Setup
 from gradveil.defenses.batch.mixup import different, dirichlet, within
 
 CLASSES = 5
@@ -21,16 +23,10 @@ def client(spec: str, images: int = 40, training: LocalTraining | None = None) -
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(108, CLASSES)))
-    made = Client(
-        model,
+    made = prepare_client(
         parse(spec),
         training or LocalTraining(),
-        state=model.state(),
-        private=private,
-        public=None,
-        num_classes=CLASSES,
-        mean=torch.full((3,), 0.4),
-        std=torch.full((3,), 0.2),
+        Setup(Task(model, (3, 6, 6), CLASSES, torch.full((3,), 0.4), torch.full((3,), 0.2)), model.state(), private),
     )
     made.private = private  # type: ignore[attr-defined]
     return made
@@ -39,7 +35,7 @@ def client(spec: str, images: int = 40, training: LocalTraining | None = None) -
 @pytest.mark.parametrize("k", [2, 4, 6])
 def test_fed_images_are_the_combinations_that_the_secrets_tell(k):
     one = client(f"mixup:k={k}")
-    private, state = one.private, one.model.state()
+    private, state = one.private, one.task.model.state()
     _, trace = one.round(state, private[10:18], 0)
     mixing, partners = trace.secrets["mixing"], trace.secrets["partners"]
     assert mixing.shape == partners.shape == (8, k)
@@ -68,7 +64,7 @@ class Negative(Defense):
 def test_after_a_data_stage_the_partners_are_protected_too():
     one = client(Chain([Negative(), parse("mixup:k=4")]))
     private = one.private
-    _, trace = one.round(one.model.state(), private[10:14], 0)
+    _, trace = one.round(one.task.model.state(), private[10:14], 0)
     mixing, partners = trace.secrets["mixing"], trace.secrets["partners"]
     for row in range(4):
         own = mixing[row, 0] * (1 - private.x[10 + row])
@@ -78,7 +74,7 @@ def test_after_a_data_stage_the_partners_are_protected_too():
 
 def test_the_update_is_the_gradient_of_the_soft_label_loss():
     one = client("mixup")
-    state = one.model.state()
+    state = one.task.model.state()
     update, trace = one.round(state, one.private[:4], 0)
     weight = state["1.weight"].clone().requires_grad_()
     x = (trace.fed.x - 0.4) / 0.2
@@ -89,7 +85,7 @@ def test_the_update_is_the_gradient_of_the_soft_label_loss():
 
 def test_draws_differ_between_rounds_and_repeat_by_key():
     one = client("mixup")
-    state, batch = one.model.state(), one.private[:4]
+    state, batch = one.task.model.state(), one.private[:4]
     first, again, other = (one.round(state, batch, key)[1].fed.x for key in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
@@ -97,7 +93,7 @@ def test_draws_differ_between_rounds_and_repeat_by_key():
 
 def test_local_steps_leave_a_row_for_every_image_fed():
     one = client("mixup", training=LocalTraining(epochs=2, batch_size=3, lr=0.1))
-    _, trace = one.round(one.model.state(), one.private[:8], 0)
+    _, trace = one.round(one.task.model.state(), one.private[:8], 0)
     assert len(trace.fed) == 8
     assert len(trace.secrets["mixing"]) == 16  # two epochs; the first eight are those of `fed`
     images = torch.cat([one.private.x[:8, None], one.private.x[trace.secrets["partners"][:8, 1:]]], dim=1)
@@ -108,7 +104,7 @@ def test_local_steps_leave_a_row_for_every_image_fed():
 def test_an_image_that_is_not_the_clients_has_no_place():
     one = client("mixup")
     stranger = Batch(torch.full((1, 3, 6, 6), 0.5), torch.tensor([2]))
-    _, trace = one.round(one.model.state(), stranger, 0)
+    _, trace = one.round(one.task.model.state(), stranger, 0)
     assert trace.secrets["partners"][0, 0] == -1
     assert (trace.secrets["partners"][0, 1:] >= 0).all()
 

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 from gradveil.defenses.model.precode import VariationalBottleneck, bottlenecks
 from gradveil.models import build
 
@@ -175,17 +177,7 @@ def test_a_client_draws_afresh_each_round_and_tells_the_judge() -> None:
     f = ModelFunction(defense.model(Odd(), SHAPE))
     x, y = random_images(4)
     one = torch.ones(1)
-    client = Client(
-        f,
-        defense,
-        LocalTraining(),
-        state=f.state(),
-        private=Batch(x, y),
-        public=None,
-        num_classes=4,
-        mean=0 * one,
-        std=one,
-    )
+    client = prepare_client(defense, LocalTraining(), Setup(Task(f, SHAPE, 4, 0 * one, one), f.state(), Batch(x, y)))
     (a, trace), (b, _), (c, _) = (client.round(f.state(), Batch(x, y), draw) for draw in (0, 1, 0))
     key = "head.bottleneck.encoder.weight"
     assert torch.equal(a.tensors[key], c.tensors[key]) and not torch.equal(a.tensors[key], b.tensors[key])

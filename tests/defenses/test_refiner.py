@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil import attacks
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Sighting, Tensors, generator, observe
+from gradveil.core.observation import Sighting, observe
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.data import load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
@@ -38,12 +41,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def setup(digits: Batch, cache: Path | None, **more: object) -> Setup:
     function = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
-    return Setup(function, function.state(), digits[:300], None, 10, MEAN, STD, cache=cache, **more)  # type: ignore[arg-type]
+    return Setup(Task(function, SHAPE, 10, MEAN, STD), function.state(), digits[:300], cache=cache, **more)  # type: ignore[arg-type]
 
 
 def client(function: ModelFunction, spec: str, digits: Batch, cache: Path | None = None) -> Client:
-    common = {"state": function.state(), "private": digits[:300], "public": None, "num_classes": 10, "cache": cache}
-    return Client(function, parse(spec), LocalTraining(), mean=MEAN, std=STD, **common)  # type: ignore[arg-type]
+    task = Task(function, SHAPE, 10, MEAN, STD)
+    return prepare_client(parse(spec), LocalTraining(), Setup(task, function.state(), digits[:300], cache=cache))
 
 
 def cosine(a: Tensors, b: Tensors) -> float:
@@ -146,8 +149,7 @@ def test_inversion_fails_on_lenet_where_it_succeeds_undefended(digits: Batch, ca
     for spec in ("none", "refiner"):
         party = client(function, spec, digits, cache)
         sent = [party.round(state, batch, i) for i, batch in enumerate(victims)]
-        common = {"input_shape": SHAPE, "num_classes": 10, "mean": MEAN, "std": STD, "level": "paper"}
-        seen = [observe(function, [Sighting(state, u)], trace=t, **common) for u, t in sent]  # type: ignore[arg-type]
+        seen = [observe(party.task, [Sighting(state, u)], trace=t, level="paper") for u, t in sent]
         rebuilt[spec] = torch.cat(
             [r.images for r in attacks.parse("ig:steps=150,tv=0.001,signed=true,boxed=true")(seen)]
         )

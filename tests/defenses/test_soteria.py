@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
 from gradveil.core.types import Batch
 from gradveil.defenses import Step, parse
 from gradveil.defenses.gradient import soteria
@@ -47,7 +48,7 @@ def step_for(module: nn.Module, n: int) -> Step:
     rng = torch.Generator().manual_seed(n)
     f = ModelFunction(module)
     batch = Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(4, (n,), generator=rng))
-    step = Step(f, f.state(), batch, torch.tensor([0.3]), torch.tensor([0.5]), 4, rng)
+    step = Step(Task(f, SHAPE, 4, torch.tensor([0.3]), torch.tensor([0.5])), f.state(), batch, rng)
     step.noise = f.draw_noise(n, rng)
     return step
 
@@ -70,7 +71,7 @@ def test_scores_equal_a_slow_loop(n: int, chunk: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(soteria, "_CHUNK", chunk)
     step = step_for(Net(), n)
     found = parse("soteria:layers=all,offset=0.2").scores(step)  # type: ignore[attr-defined]
-    x = step.normalize(step.batch.x).requires_grad_()
+    x = step.task.normalize(step.batch.x).requires_grad_()
     maps, hidden = step.model.module.features(x)  # type: ignore[operator]
     assert list(found) == ["first.weight", "last.weight"]
     assert torch.allclose(found["first.weight"], slowly(maps, x, 0.2), rtol=1e-4)
@@ -79,7 +80,7 @@ def test_scores_equal_a_slow_loop(n: int, chunk: int, monkeypatch: pytest.Monkey
 
 def test_tokens_count_like_images() -> None:
     step = step_for(Tokens(), 2)
-    x = step.normalize(step.batch.x).requires_grad_()
+    x = step.task.normalize(step.batch.x).requires_grad_()
     found = parse("soteria").scores(step)  # type: ignore[attr-defined]
     assert torch.allclose(found["fc.weight"], slowly(torch.sigmoid(x[:, 0]) ** 2, x, 0.1), rtol=1e-4)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradveil.cli.protect import command
 from gradveil.core.errors import UserError
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 from gradveil.defenses.data.ats.defense import ATS
 from gradveil.protection import dataset as protecting
 from gradveil.protection.dataset import protect_files

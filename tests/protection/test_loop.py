@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 import gradveil as gv
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch, Streams, Tensors, generator
+from gradveil.core.randomness import Streams, generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense, Step
 

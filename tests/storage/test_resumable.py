@@ -16,7 +16,9 @@ from torch import nn
 from gradveil.attacks.generative import gan, polish
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Setup
 from gradveil.defenses.batch.refiner import evaluator as refiner_evaluator
 from gradveil.defenses.data.ats import search as ats_search
@@ -73,7 +75,9 @@ def train_extractor(cache: Path | None) -> Tensors:
 
 def train_evaluator(cache: Path | None) -> Tensors:
     function = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(144, 3)))
-    setup = Setup(function, function.state(), images(), None, 3, torch.zeros(1), torch.ones(1), cache=cache)
+    setup = Setup(
+        Task(function, (1, 12, 12), 3, torch.zeros(1), torch.ones(1)), function.state(), images(), cache=cache
+    )
     return refiner_evaluator.evaluator_for(setup, 12).state_dict()
 
 
@@ -129,7 +133,8 @@ from pathlib import Path
 import torch
 from gradveil.storage import resumable as trained
 from gradveil.attacks.generative import gan
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 torch.set_num_threads(1)
 trained.EVERY = 0.0
 def progress(done, total):

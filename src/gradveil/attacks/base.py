@@ -19,8 +19,11 @@ from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.targets import infer_targets
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.observation import Knowledge, Observation, Reconstruction, Sighting
+from gradveil.core.randomness import generator
 from gradveil.core.settings import spec_of
-from gradveil.core.types import Knowledge, LocalTraining, Observation, Reconstruction, Sighting, Tensors, generator
+from gradveil.core.task import Task
+from gradveil.core.types import LocalTraining, Tensors, hard_labels
 
 Budget = Literal["quick", "standard", "thorough"]
 Targets = Literal["classes", "any", "unused"]
@@ -45,8 +48,12 @@ class Target:
         return self.observations[0]
 
     @property
+    def task(self) -> Task:
+        return self.first.task
+
+    @property
     def model(self) -> ModelFunction:
-        return self.first.model
+        return self.task.model
 
     @property
     def knowledge(self) -> Knowledge:
@@ -63,7 +70,12 @@ class Target:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Victims, images a victim, channels, height, width."""
-        return (len(self.observations), self.knowledge.batch_size, *self.first.input_shape)
+        return (len(self.observations), self.knowledge.batch_size, *self.task.input_shape)
+
+    @property
+    def hard_labels(self) -> Tensor:
+        """N × B class numbers; of soft labels the largest."""
+        return hard_labels(self.labels, soft_ndim=3)
 
     @property
     def sightings(self) -> int:
@@ -77,10 +89,10 @@ class Target:
         return self._stacked[sighting]
 
     def normalize(self, x: Tensor) -> Tensor:
-        return (x - self.first.mean.view(-1, 1, 1).to(x)) / self.first.std.view(-1, 1, 1).to(x)
+        return self.task.normalize(x)
 
     def denormalize(self, x: Tensor) -> Tensor:
-        return x * self.first.std.view(-1, 1, 1).to(x) + self.first.mean.view(-1, 1, 1).to(x)
+        return self.task.denormalize(x)
 
     def about(self, observations: list[Observation], labels: Tensor) -> Target:
         """The same work on other observations."""
@@ -173,7 +185,7 @@ class Attack:
     @final
     def why_not(self, observation: Observation) -> str | None:
         """Why this attack cannot be tried here: the loss, or what the attack itself says."""
-        if not observation.has_classes and self.targets == "classes":
+        if not observation.task.has_classes and self.targets == "classes":
             return "it is built for class labels, and under this loss an image has a row of numbers"
         return self.applies(observation)
 
@@ -181,10 +193,10 @@ class Attack:
         given = observation.knowledge.labels
         if given is not None:
             return given
-        if observation.has_classes:
+        if observation.task.has_classes:
             return infer_labels(observation)
         if self.targets == "unused":
-            return torch.zeros(observation.knowledge.batch_size, observation.num_classes)
+            return torch.zeros(observation.knowledge.batch_size, observation.task.num_outputs)
         return infer_targets(observation)
 
 
@@ -200,7 +212,7 @@ def _stacks(observations: Sequence[Observation]) -> list[list[int]]:
     for i, o in enumerate(observations):
         states = tuple(id(s.state) for s in o.seen)
         soft = o.knowledge.labels is not None and o.knowledge.labels.ndim == 2
-        key = (id(o.model), states, o.knowledge.batch_size, o.input_shape, soft, o.knowledge.training)
+        key = (id(o.model), states, o.knowledge.batch_size, o.task.input_shape, soft, o.knowledge.training)
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 
@@ -212,7 +224,7 @@ def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) 
     labels = (answer.labels if answer.labels is not None else target.labels)[place]
     return Reconstruction(
         images=target.denormalize(x).clamp(0, 1),
-        labels=labels if labels.ndim == 1 or not target.first.has_classes else labels.argmax(-1),
+        labels=hard_labels(labels) if target.task.has_classes else labels,
         score=float(answer.score[place]),
         iterations=answer.iterations,
         seconds=seconds,

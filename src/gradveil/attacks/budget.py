@@ -15,7 +15,7 @@ _SMALL = 5e6  # multiply-adds of one image's forward pass up to which an attack 
 
 def steps_for(target: Target, steps: int, *, least: int = 200) -> int:
     """`steps` scaled by the budget, and down with the square root of the cost on large nets."""
-    cost = forward_cost(target.model.module, target.first.input_shape)
+    cost = forward_cost(target.model.module, target.task.input_shape)
     share = min(1.0, (_SMALL / max(cost, 1.0)) ** 0.5)
     return max(min(least, steps), int(steps * _FACTOR[target.budget] * share))
 
@@ -28,7 +28,7 @@ _UPDATES, _ACTIVATIONS = 6, 12
 def row_bytes(target: Target) -> int:
     """What one victim (or one of its restarts) takes while its images are matched."""
     parameters = sum(t.numel() for t in target.model.parameters(target.state).values())
-    images = target.shape[1] * activations(target.model.module, target.first.input_shape)
+    images = target.shape[1] * activations(target.model.module, target.task.input_shape)
     steps = len(target.training.slices(target.shape[1]))  # local steps are differentiated through, all of them
     return 4 * steps * (_UPDATES * parameters + _ACTIVATIONS * images)
 

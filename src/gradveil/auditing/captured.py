@@ -16,7 +16,9 @@ from gradveil.attacks.base import Attack, Budget
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.losses import DEFAULT, find_loss, takes_classes
-from gradveil.core.types import Level, LocalTraining, Observation, Reconstruction, Sighting, Tensors, Update, observe
+from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
+from gradveil.core.task import Task
+from gradveil.core.types import Level, LocalTraining, Tensors, Update
 from gradveil.storage.files import write_atomic, write_json, write_tensors
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
 
@@ -111,17 +113,16 @@ def attack_update(
     if classes is not None and _number(classes, "number of classes", 1, 10**6) != found:
         raise UserError(f"the model has {found} outputs, not {classes}.")
     classes = found
-    observation = observe(
+    task = Task(
         function,
-        [Sighting(state, Update(tensors, sent.kind, size))],
-        input_shape=shape,
-        num_classes=classes,
+        shape,
+        classes,
         mean=_channels(mean if mean is not None else facts.get("mean"), shape[0], 0.0),
         std=_channels(std if std is not None else facts.get("std"), shape[0], 1.0),
-        level=knowledge,
-        training=training,
         has_classes=takes_classes(function.loss_fn, classes),
     )
+    seen = [Sighting(state, Update(tensors, sent.kind, size))]
+    observation = observe(task, seen, level=knowledge, training=training)
     if labels is not None:
         observation = _with_labels(observation, labels, size, classes)
     return _run(observation, attacks, budget, seed, progress)
@@ -161,7 +162,7 @@ def _fit(observation: Observation, answer: Reconstruction, distance: Any) -> flo
     """How far the images' own update is from the observed one, as a share: the same measure for every attack."""
     if answer.failed or answer.labels is None:
         return float("inf")
-    x = (answer.images - observation.mean.view(-1, 1, 1)) / observation.std.view(-1, 1, 1)
+    x = observation.task.normalize(answer.images)
     noise = observation.model.draw_noise(len(x), torch.Generator().manual_seed(0))
     noise = {k: v[None] for k, v in noise.items()}
     training = observation.knowledge.training
@@ -271,7 +272,7 @@ def _channels(given: Any, channels: int, default: float) -> Tensor:
 def _with_labels(observation: Observation, labels: Sequence[int], size: int, classes: int) -> Observation:
     from dataclasses import replace
 
-    if not observation.has_classes:
+    if not observation.task.has_classes:
         raise UserError("under this loss an image has a row of numbers and no class; leave out the labels.")
     if len(labels) != size or not all(0 <= label < classes for label in labels):
         raise UserError(f"{len(labels)} labels for a batch of {size}; each must be below {classes}.")

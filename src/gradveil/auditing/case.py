@@ -22,9 +22,10 @@ from gradveil.auditing.spec import AuditSpec, written
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
 from gradveil.core.losses import DEFAULT, check_loss, find_loss, loss_name
-from gradveil.core.types import Batch, LocalTraining, Tensors, generator
+from gradveil.core.randomness import generator, seeded
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses.base import Defense
-from gradveil.federation.rounds import seeded
 
 # What makes two audits the same case: they may share a folder, and one resumes the other.
 TERMS = (
@@ -74,7 +75,7 @@ class Case:
 
     def _try(self, defense: Defense) -> None:
         try:
-            self.function(defense)
+            self.task(defense)
         except (Exception, SystemExit) as error:  # from the user's model, which the defense looks into
             if isinstance(error, UserError):
                 raise
@@ -97,7 +98,7 @@ class Case:
         """Public images as the network takes them, for a malicious server."""
         if self.public is None:
             return None
-        return (self.public.x - self.data.mean.view(-1, 1, 1)) / self.data.std.view(-1, 1, 1)
+        return self.data.task(ModelFunction(self.server)).normalize(self.public.x)
 
     @cached_property
     def pool(self) -> Batch:
@@ -118,10 +119,11 @@ class Case:
         given = next((a for a in self.spec.attacks if isinstance(a, Attack) and a.spec == text), None)
         return given or attack_methods.parse(text)
 
-    def function(
+    def task(
         self, defense: Defense, tampering: Attack | None = None, trained: Tensors | None = None
-    ) -> tuple[ModelFunction, Tensors]:
-        """The model as both sides run it: the server's, tampered with, then changed by the defense; and its state."""
+    ) -> tuple[Task, Tensors]:
+        """The task with the model as both sides run it (the server's, tampered with, then changed by the defense), and
+        the model's state."""
         module = copy.deepcopy(self.server)
         known = dict(trained or {})
         if trained:
@@ -135,7 +137,7 @@ class Case:
             module = defense.model(module, self.data.input_shape)
         _load(module, known)
         function = ModelFunction(module, self.loss)
-        return function, function.state()
+        return self.data.task(function), function.state()
 
     # -- what it is called -------------------------------------------------------------------------------------------
 

@@ -23,13 +23,14 @@ from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, OutOfMemory, out_of
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL, Utility
 from gradveil.auditing.store import RunFolder
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
-from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Observation, Reconstruction, Sighting, Tensors, Trace, Update, observe
-from gradveil.defenses.base import Defense
+from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
+from gradveil.core.randomness import seeded
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Tensors, Update
+from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import History, train, train_central
-from gradveil.federation.rounds import seeded
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.storage.files import DiskFull
 
@@ -116,11 +117,11 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
     are to be written."""
     private = everything or work.case.spec.pictures != "none"
     case, defense = work.case, work.defense
-    function, state = case.function(defense, work.attack, work.needed("train"))
-    client = _client(work, function, state, defense)
+    task, state = case.task(defense, work.attack, work.needed("train"))
+    client = _client(work, task, state, defense)
     # The same victims on the same weights, as far as the defense has left them in place.
     none = case.defenses[CONTROL]
-    plain, plain_state = case.function(none, work.attack, state)
+    plain, plain_state = case.task(none, work.attack, state)
     undefended = _client(work, plain, plain_state, none)
     stored: Tensors = {}
     changes, silent, broken = [], 0, 0
@@ -148,22 +149,10 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
     return content, stored
 
 
-def _client(work: Work, function: ModelFunction, state: Tensors, defense: Defense) -> Client:
-    case, data = work.case, work.case.data
-    return Client(
-        function,
-        defense,
-        case.training,
-        state=state,
-        private=data.private,
-        public=case.public,
-        num_classes=data.num_classes,
-        mean=data.mean,
-        std=data.std,
-        seed=case.spec.seed,
-        cache=work.folder.cache,
-        progress=work.stage,
-    )
+def _client(work: Work, task: Task, state: Tensors, defense: Defense) -> Client:
+    case = work.case
+    setup = Setup(task, state, case.data.private, case.public, case.spec.seed, work.folder.cache, work.stage)
+    return prepare_client(defense, case.training, setup)
 
 
 def _change(sent: Tensors, plain: Tensors) -> tuple[float, float] | None:
@@ -191,8 +180,8 @@ def _attack(work: Work) -> Result:
     case, attack = work.case, work.attack
     assert attack is not None
     tampering = attack if type(attack).tamper is not Attack.tamper else None
-    function, state = case.function(work.defense, tampering, work.needed("train"))
-    observations, traces = _observations(work, function, state)
+    task, state = case.task(work.defense, tampering, work.needed("train"))
+    observations, traces = _observations(work, task, state)
     for observation in observations:
         attack._check(observation)
     found = _carry_out(work, attack, observations)
@@ -242,7 +231,7 @@ def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> l
         return returned(attack(moved(observations, limits.device), **how))
 
 
-def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[list[Observation], list[Trace]]:
+def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observation], list[Trace]]:
     """The stored updates as the adversary sees them, and the traces that only the judge reads."""
     case, stored = work.case, work.needed("observe")
     assert stored is not None
@@ -259,22 +248,17 @@ def _observations(work: Work, function: ModelFunction, state: Tensors) -> tuple[
         secrets = {n + (f"@{u}" if u else ""): t for u, d in enumerate(draws) for n, t in d.get("secret", {}).items()}
         trace = Trace(case.batch(v), Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
         sent = [
-            Update({n: d["update"][n] for n in function.trainable}, case.training.kind, case.spec.batch_size)
+            Update({n: d["update"][n] for n in task.model.trainable}, case.training.kind, case.spec.batch_size)
             for d in draws
         ]
         observation = observe(
-            function,
+            task,
             [Sighting(state, update) for update in sent],
-            input_shape=case.data.input_shape,
-            num_classes=case.data.num_classes,
-            mean=case.data.mean,
-            std=case.data.std,
             level=case.spec.knowledge,
             training=case.training,
             defense=work.defense,
             public=case.public,
             trace=trace,
-            has_classes=case.data.has_classes,
         )
         observations.append(observation)
         traces.append(trace)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from gradveil.core.types import Batch, Knowledge, Observation, Reconstruction, Sighting, Tensors, Update
+from gradveil.core.observation import Knowledge, Observation, Reconstruction, Sighting
+from gradveil.core.types import Batch, Tensors, Update
 
 
 class OnDevice(TorchFunctionMode):
@@ -60,8 +61,8 @@ def moved(observations: Sequence[Observation], device: torch.device) -> list[Obs
         if id(o.model) not in models:
             models[id(o.model)] = copy.copy(o.model)
             models[id(o.model)].module = copy.deepcopy(o.model.module).to(device)
-        parts: dict[str, Any] = {"model": models[id(o.model)], "seen": tuple(sighting(s) for s in o.seen)}
-        found.append(replace(o, **parts, mean=o.mean.to(device), std=o.std.to(device), knowledge=known(o.knowledge)))
+        task, seen = o.task.to(device, models[id(o.model)]), tuple(sighting(s) for s in o.seen)
+        found.append(Observation(task, seen, known(o.knowledge)))
     return found
 
 

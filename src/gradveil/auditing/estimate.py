@@ -15,7 +15,9 @@ from gradveil.auditing.cells import one_thread
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Observation, Tensors, generator
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
+from gradveil.core.types import Tensors
 
 _STEPS = 4000  # of an attack that does not say; most of the suite's are of this size
 _OVERHEAD = 1.0  # seconds of any cell: reading, scoring, writing
@@ -26,11 +28,11 @@ class Estimate:
 
     def __init__(self, case: Case):
         self.case = case
-        self._function, self._state = case.function(case.defenses[CONTROL])
+        self._task, self._state = case.task(case.defenses[CONTROL])
         shape = (case.spec.victims, case.spec.batch_size, *case.data.input_shape)
         x, y = torch.zeros(shape), torch.zeros(shape[:2], dtype=torch.long)
         with one_thread():
-            self._iteration = _seconds(lambda: _match(self._function, self._state, x, y, case))
+            self._iteration = _seconds(lambda: _match(self._task.model, self._state, x, y, case))
 
     def seconds(self, cell: Cell) -> float:
         if cell.kind == "attack":
@@ -48,16 +50,15 @@ class Estimate:
         attack, case = self.case.attack(cell.attack), self.case
         steps = getattr(attack, "steps", None)
         if not isinstance(steps, int):
-            nothing = Observation(
-                self._function, (), case.data.input_shape, case.data.num_classes, case.data.mean, case.data.std
+            steps = steps_for(
+                Target([Observation(self._task, ())], torch.zeros(1), generator(0), case.spec.budget), _STEPS
             )
-            steps = steps_for(Target([nothing], torch.zeros(1), generator(0), case.spec.budget), _STEPS)
         restarts = getattr(attack, "restarts", 1)
         return float(steps * (restarts if isinstance(restarts, int) else 1) * case.spec.updates)
 
     def _an_image(self, model: str | None) -> float:
         """Of training: a forward and a backward pass in a mini-batch."""
-        data, function = self.case.data, self._function
+        data, function = self.case.data, self._task.model
         if model is not None:
             shape, classes = data.input_shape, data.num_classes
             function = ModelFunction(models.build(model, input_shape=shape, num_classes=classes))

@@ -45,7 +45,7 @@ def command(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from gradveil.auditing.captured import attack_update as run
-    from gradveil.core.types import labels_text
+    from gradveil.core.observation import labels_text
 
     for name, value, allowed in (
         ("knowledge", knowledge, ("realistic", "paper")),

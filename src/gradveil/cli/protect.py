@@ -32,7 +32,7 @@ def command(
     A run that was stopped goes on where it was when the same command is given again. Copies made by mixup and instahide
     have soft labels and are .npz files.
     """
-    from gradveil.core.types import REPRODUCIBLE
+    from gradveil.core.randomness import REPRODUCIBLE
     from gradveil.metrics import identify, psnr
     from gradveil.protection.dataset import protect_files
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import shape_text
-from gradveil.core.types import Batch
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Shape
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,14 +37,18 @@ class DataSet:
     public_from: str | None = None
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.private.x.shape[1:]
-        return channels, height, width
+    def input_shape(self) -> Shape:
+        return self.private.image_shape
 
     @property
     def has_classes(self) -> bool:
         """Whether targets are class numbers, not one row of numbers per image."""
         return self.private.y.ndim == 1
+
+    def task(self, model: ModelFunction) -> Task:
+        """The task of a model on this data."""
+        mean, std = self.mean.clone(), self.std.clone()
+        return Task(model, self.input_shape, self.num_classes, mean, std, self.has_classes)
 
     def pool(self) -> Batch:
         """The images of all parts, for distractors."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import UserError, one_line, shape_text
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 from gradveil.data.catalogue import NAMED_SETS, NamedSet
 from gradveil.data.dataset import DataSet
 from gradveil.data.raw import MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat

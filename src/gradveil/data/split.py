@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 from gradveil.data.raw import Array, Images, Indices, Options, concat
 
 TEST_PUBLISHED = (0.6, 0.4, 0.0)  # shares of private, public and test where a test part is published …

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.settings import spec_of
+from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
 
 STAGES = ("model", "data", "batch", "gradient", "update")
@@ -28,53 +29,45 @@ STAGES = ("model", "data", "batch", "gradient", "update")
 class Setup:
     """What a defense may use to prepare itself on a client."""
 
-    model: ModelFunction
+    task: Task
     state: Tensors
     private: Batch
-    public: Batch | None
-    num_classes: int
-    mean: Tensor
-    std: Tensor
+    public: Batch | None = None
     seed: int = 0
-    rng: torch.Generator = field(default_factory=torch.Generator)
     cache: Path | None = None  # a folder for what is costly to train and may be used again
     progress: Callable[[str, int, int], None] | None = None
+    rng: torch.Generator = field(default_factory=torch.Generator)
+
+    @property
+    def model(self) -> ModelFunction:
+        return self.task.model
 
 
 @dataclass
 class Step:
     """Where a stage finds itself: the model at its current weights, the batch, its own memory and random stream."""
 
-    model: ModelFunction
+    task: Task
     state: Tensors
     batch: Batch  # pixels in [0, 1]
-    mean: Tensor
-    std: Tensor
-    num_classes: int
     rng: torch.Generator
     memory: Any = None  # what this defense's `prepare` returned
     noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
     secrets: Tensors = field(default_factory=dict)  # a defense writes here what the judge may know
     before: Callable[[Batch], Batch] | None = None  # the data stages that a combination puts before this defense
 
+    @property
+    def model(self) -> ModelFunction:
+        return self.task.model
+
     def protected(self, batch: Batch) -> Batch:
         """Other images of the client as the defenses before this one would have it use them."""
         return batch if self.before is None else self.before(batch)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """Pixels as the network takes them."""
-        return (x - _channels(self.mean, x)) / _channels(self.std, x)
-
-    def denormalize(self, x: Tensor) -> Tensor:
-        return x * _channels(self.std, x) + _channels(self.mean, x)
-
     def gradient(self, batch: Batch, noise: Tensors | None = None) -> Tensors:
         """The plain gradient of a batch at the current weights."""
-        return self.model.gradient(self.state, self.normalize(batch.x), batch.y, self.noise if noise is None else noise)
-
-
-def _channels(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(like).view(-1, 1, 1)
+        inputs = self.task.normalize(batch.x)
+        return self.model.gradient(self.state, inputs, batch.y, self.noise if noise is None else noise)
 
 
 class Defense:
@@ -181,7 +174,7 @@ class Chain(Defense):
     def _each(self, step: Step) -> list[tuple[Defense, Step]]:
         """Each part with the same step but its own memory; the random stream and the secrets are shared."""
         memories = step.memory if step.memory is not None else [None] * len(self._parts)
-        return [(part, Step(**{**vars(step), "memory": m})) for part, m in zip(self._parts, memories, strict=True)]
+        return [(part, replace(step, memory=m)) for part, m in zip(self._parts, memories, strict=True)]
 
 
 def checked_update(expected: Mapping[str, Tensor], returned: object) -> Tensors:

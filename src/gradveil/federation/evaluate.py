@@ -6,24 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
 from gradveil.federation.statistics import pieces
 
 PIECE = 256  # images at a time
 
 
-def judge(
-    model: ModelFunction, state: Tensors, batch: Batch, *, mean: Tensor, std: Tensor, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def evaluate(task: Task, state: Tensors, batch: Batch, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """For every image whether it is classified right, and its cross entropy. `rng` is for networks that draw noise.
 
     Where targets are rows of numbers nothing is right or wrong (NaN), and the loss is the model's own.
     """
+    model = task.model
     right, loss = [], []
     with torch.no_grad():
         for x, y in zip(pieces(batch.x, PIECE), pieces(batch.y, PIECE), strict=True):
-            logits = model(state, (x - mean.view(-1, 1, 1)) / std.view(-1, 1, 1), model.draw_noise(len(x), rng))
+            logits = model(state, task.normalize(x), model.draw_noise(len(x), rng))
             if y.ndim == 1:
                 right.append(logits.argmax(dim=1) == y)
                 loss.append(F.cross_entropy(logits, y, reduction="none"))

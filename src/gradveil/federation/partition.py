@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import generator
 from gradveil.federation.named import choose
 
 Shares = list[Tensor]  # for each client the places of its images

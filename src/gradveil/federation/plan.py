@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import LocalTraining, generator
+from gradveil.core.types import LocalTraining
 from gradveil.federation.schedules import Schedule, schedule
 
 

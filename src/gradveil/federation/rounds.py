@@ -9,21 +9,21 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.core.types import Batch, Tensors, Update, generator
+from gradveil.core.randomness import generator, seeded
+from gradveil.core.types import Batch, Tensors, Update
 from gradveil.data import DataSet
-from gradveil.defenses import Defense, parse
-from gradveil.federation.evaluate import judge
+from gradveil.defenses import Defense, Setup, parse
+from gradveil.federation.evaluate import evaluate
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.history import History
 from gradveil.federation.partition import share
@@ -54,10 +54,10 @@ class Federation:
         with seeded(plan.seed, "network"):  # a defense may add layers; torch draws their weights from its global stream
             self.module = self.defense.model(copy.deepcopy(module), data.input_shape)
         self.batch_norm = has_batch_norm(self.module)
-        self.model = ModelFunction(self.module, loss)  # as the server judges it
-        self.training_model = ModelFunction(self.module, loss, "train")  # as clients train it
+        self.task = data.task(ModelFunction(self.module, loss))  # as the server judges it
+        self.training_task = data.task(ModelFunction(self.module, loss, "train"))  # as clients train it
         self.statistics = RunningStatistics(self.module)
-        self.state = self.model.state()
+        self.state = self.task.model.state()
         total = plan.clients * plan.images_per_client if plan.images_per_client else len(data.private)
         if total > len(data.private):
             raise UserError(
@@ -71,15 +71,14 @@ class Federation:
         return Participant(self, number)
 
     def server(self, state: Tensors | None = None, velocity: Tensors | None = None) -> Server:
-        return Server(self.plan, self.model.trainable, state or self.state, velocity)
+        return Server(self.plan, self.task.model.trainable, state or self.state, velocity)
 
     def measure(self, state: Tensors, round: int) -> dict[str, float | None]:
         """Accuracy on the test part, on all clients' own images and on those of defended clients (none where targets
         are no classes); the loss."""
         rng = generator(self.plan.seed, round, "evaluate")
-        constants = {"mean": self.data.mean, "std": self.data.std}
-        test, _ = judge(self.model, state, self.data.test, rng=rng, **constants)
-        train, loss = judge(self.model, state, self.images, rng=rng, **constants)
+        test, _ = evaluate(self.task, state, self.data.test, rng)
+        train, loss = evaluate(self.task, state, self.images, rng)
         defended = self.shares[: self.plan.num_defended]
         return {
             "acc_test": _mean(test),
@@ -101,7 +100,7 @@ class Participant:
         self._mini = min(plan.batch_size or many, many)
         # BatchNorm has no statistics of a single image: a client with no more uses the server's running ones, and
         # one whose last mini-batch would be a single image leaves a different one out each time.
-        self._model = federation.model if federation.batch_norm and self._mini == 1 else federation.training_model
+        self._task = federation.task if federation.batch_norm and self._mini == 1 else federation.training_task
         self._used = many - 1 if federation.batch_norm and self._mini > 1 and many % self._mini == 1 else many
         self._taken = self._mini if plan.fedsgd else self._used  # images a round
         self.rounds_per_pass = math.ceil(self._used / self._taken)
@@ -110,20 +109,10 @@ class Participant:
 
     def _client(self, defense: Defense) -> Client:
         federation, data = self._federation, self._federation.data
-        return Client(
-            self._model,
-            defense,
-            self.plan.local_training(0),
-            state=federation.state,
-            private=self.images,
-            public=data.public if len(data.public) else None,
-            num_classes=data.num_classes,
-            mean=data.mean,
-            std=data.std,
-            seed=self.plan.seed,
-            cache=federation.cache,
-            progress=federation.progress,
-        )
+        public = data.public if len(data.public) else None
+        where = (federation.cache, federation.progress)
+        setup = Setup(self._task, federation.state, self.images, public, self.plan.seed, *where)
+        return prepare_client(defense, self.plan.local_training(0), setup)
 
     def reply(self, state: Tensors, round: int) -> Reply:
         """The client's part of a round."""
@@ -144,7 +133,7 @@ class Participant:
     ) -> tuple[Update, Tensor, Tensors]:
         """The update, the images that were fed to the network, and the buffers that it wrote into on the way."""
         # The server's own buffers must stay as they are.
-        buffers = {name: t.clone() for name, t in state.items() if name not in self._model.trainable}
+        buffers = {name: t.clone() for name, t in state.items() if name not in self._task.model.trainable}
         client.training = self.plan.local_training(round)
         with seeded(self.plan.seed, self.number, round, "dropout"):
             update, trace = client.round({**state, **buffers}, images, self.number, round, protected=protected)
@@ -153,14 +142,12 @@ class Participant:
 
     def _statistics(self, state: Tensors, update: Update, fed: Tensor, round: int) -> Tensors:
         """BatchNorm's statistics after this round; one gradient moves them by one step of torch's moving average."""
-        if self._model is not self._federation.training_model or set(update.tensors) - set(state):
+        if self._task is not self._federation.training_task or set(update.tensors) - set(state):
             return {}
         if update.kind == "delta":
             state = {**state, **{name: state[name] + delta for name, delta in update.tensors.items()}}
-        data = self._federation.data
-        x = (fed - data.mean.view(-1, 1, 1)) / data.std.view(-1, 1, 1)
         rng = generator(self.plan.seed, self.number, round, "statistics")
-        found = self._federation.statistics.measure(state, x, self._mini, rng)
+        found = self._federation.statistics.measure(state, self._task.normalize(fed), self._mini, rng)
         if update.kind == "gradient":
             return {name: torch.lerp(state[name], value, MOMENTUM) for name, value in found.items()}
         return found
@@ -170,7 +157,9 @@ class Participant:
         if not (self.plan.cosine_every and self.defended and self.number == 0 and round % self.plan.cosine_every == 0):
             return None
         plain, _, _ = self._round(self._client(parse("none")), state, images, images, round)
-        a, b = (torch.cat([u.tensors[n].flatten() for n in self._model.trainable]).double() for u in (update, plain))
+        a, b = (
+            torch.cat([u.tensors[n].flatten() for n in self._task.model.trainable]).double() for u in (update, plain)
+        )
         return float((a @ b / (a.norm() * b.norm()).clamp_min(1e-30)).clamp(-1, 1))
 
 
@@ -242,14 +231,6 @@ def run(
             text = "training" if accuracy is None else f"training, test accuracy {accuracy:.1%}"
             federation.progress(text, round + 1, plan.rounds)
     return history
-
-
-@contextmanager
-def seeded(*key: int | str) -> Iterator[None]:
-    """For parts of torch that only know its global stream: set it for a while, and put it back."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator(*key).initial_seed())
-        yield
 
 
 def _average(values: Sequence[tuple[Tensor, int]]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, hard_labels
 
 
 def baseline(public: Batch, labels: Tensor | None, count: int | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def baseline(public: Batch, labels: Tensor | None, count: int | None = None) -> 
     overall = public.x.mean(dim=0)
     if labels is None:
         return overall.repeat(1 if count is None else count, 1, 1, 1)
-    wanted = labels if labels.ndim == 1 else labels.argmax(dim=1)
+    wanted = hard_labels(labels)
     images = overall.repeat(len(wanted), 1, 1, 1)
     for label in wanted.unique():
         members = public.hard_labels == label

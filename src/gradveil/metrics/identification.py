@@ -12,7 +12,8 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, hard_labels
 
 ENOUGH = 200  # a class with fewer distractors is replaced by all classes
 LIMIT = 1000  # distractors at most
@@ -49,7 +50,7 @@ def identify(
     if truth.shape != reconstruction.shape or truth.shape[1:] != pool.x.shape[1:]:
         shapes = [tuple(t.shape) for t in (truth, reconstruction, pool.x)]
         raise ValueError(f"truth, reconstruction and pool do not fit together: {shapes}")
-    labels = labels if labels.ndim == 1 else labels.argmax(dim=1)
+    labels = hard_labels(labels)
     shuffled = torch.randperm(len(pool), generator=generator(seed, "distractors"))
     classes = pool.hard_labels[shuffled]
 

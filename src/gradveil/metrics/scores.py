@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, hard_labels
 from gradveil.metrics.identification import identification_rate, identify
 from gradveil.metrics.matching import match
 from gradveil.metrics.perceptual import Net
@@ -83,7 +83,7 @@ def score_all(
     failed = torch.cat([~ok[order] for ok, order in zip(finite, orders, strict=True)])
     found = None
     if pool is not None:
-        classes = torch.cat([y if y.ndim == 1 else y.argmax(dim=1) for y in labels]).cpu()
+        classes = torch.cat([hard_labels(y) for y in labels]).cpu()
         found = identify(truth, classes, guess, pool)
 
     def split(values: Tensor | None) -> Sequence[Any]:

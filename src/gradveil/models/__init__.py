@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import generator
 from gradveil.core.settings import load_object
-from gradveil.core.types import generator
-from gradveil.models.base import MODELS, Network, Shape
+from gradveil.core.types import Shape
+from gradveil.models.base import MODELS, Network
 
 __all__ = ["MODELS", "Name", "Network", "build", "names"]
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.settings import Registry
-
-Shape = tuple[int, int, int]
+from gradveil.core.types import Shape
 
 
 class Network(ABC):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.settings import settings
-from gradveil.models.base import MODELS, Network, Shape, classifier_on, kaiming_
+from gradveil.core.types import Shape
+from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 
 BLOCKS = (6, 12, 24, 16)
 GROWTH = 32

@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from gradveil.core.settings import settings
-from gradveil.models.base import MODELS, Network, Shape, classifier_on
+from gradveil.core.types import Shape
+from gradveil.models.base import MODELS, Network, classifier_on
 
 WIDTH = 12
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from gradveil.core.settings import settings
-from gradveil.models.base import MODELS, Network, Shape, classifier_on
+from gradveil.core.types import Shape
+from gradveil.models.base import MODELS, Network, classifier_on
 
 
 @MODELS.register("smlp")

@@ -8,7 +8,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradveil.core.settings import settings
-from gradveil.models.base import MODELS, Network, Shape, kaiming_
+from gradveil.core.types import Shape
+from gradveil.models.base import MODELS, Network, kaiming_
 
 
 class BasicBlock(nn.Module):

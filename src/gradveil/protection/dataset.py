@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, Streams, Tensors
+from gradveil.core.randomness import Streams
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import load
 from gradveil.data.raw import Array, Images
 from gradveil.data.readers.image_folder import by_class, decode, subfolders
@@ -252,28 +254,18 @@ class Job:
         return Batch(torch.cat([row["x"] for row in rows]), torch.cat([row["y"] for row in rows]))
 
     def _setup(self, place: int, data: Batch) -> Setup:
-        model, rng = self._model(data), self.streams("prepare", place)
-        return Setup(
-            model=model,
-            state=model.state(),
-            private=data,
-            public=self.public,
-            num_classes=self.classes,
-            mean=self.mean,
-            std=self.std,
-            rng=rng,
-            cache=self.work,
-            progress=self.progress,
-        )
+        task, rng = self._task(data), self.streams("prepare", place)
+        return Setup(task, task.model.state(), data, self.public, cache=self.work, progress=self.progress, rng=rng)
 
     def _encode(self, part: Defense, memory: Any, batch: Batch, rng: torch.Generator) -> Batch:
-        model = self._model(batch)
-        step = Step(model, model.state(), batch, self.mean, self.std, self.classes, rng, memory)
+        task = self._task(batch)
+        step = Step(task, task.model.state(), batch, rng, memory)
         return part.batch(part.data(batch, step), step)
 
-    def _model(self, data: Batch) -> ModelFunction:
-        """A stand-in: the defenses that are let in look at no model."""
-        return ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(data.x[0].numel(), self.classes)))
+    def _task(self, data: Batch) -> Task:
+        """With a placeholder for the model: the defenses that are accepted here use none."""
+        model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(data.x[0].numel(), self.classes)))
+        return Task(model, data.image_shape, self.classes, self.mean, self.std)
 
 
 def _pixels(x: Tensor) -> Array:

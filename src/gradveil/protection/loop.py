@@ -7,15 +7,18 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.core.types import REPRODUCIBLE, Batch, LocalTraining, Streams, Tensors
+from gradveil.core.randomness import REPRODUCIBLE, Streams
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Setup, Step, checked_update
 
@@ -78,7 +81,7 @@ class Shield:
         batch = Batch(x.detach(), y.detach())
         self._round += 1
         update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))
-        parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.model.trainable}
+        parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.task.model.trainable}
         protected = checked_update(parameters, update.tensors)
         sums = {n: t if (old := parameters[n].grad) is None else old + t for n, t in protected.items()}
         for name, gradient in checked_update(parameters, sums).items():
@@ -121,8 +124,16 @@ class Shield:
         tracked = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if self.model.training and tracked and len(fed) > 1:
             with torch.no_grad():
-                step = self._client
-                self.model((fed - step.mean.view(-1, 1, 1)) / step.std.view(-1, 1, 1))
+                self.model(self._client.task.normalize(fed))
+
+
+class TaskOptions(TypedDict, total=False):
+    """What the model and the data do not say of the task."""
+
+    num_classes: int  # the largest label plus one, if left out
+    loss: Loss  # cross entropy, if left out
+    mean: Iterable[float]  # one value per channel; 0, if left out
+    std: Iterable[float]  # one value per channel; 1, if left out
 
 
 def protect(
@@ -131,58 +142,35 @@ def protect(
     data: Any = None,
     *,
     public: Any = None,
-    num_classes: int | None = None,
-    loss: Loss = cross_entropy,
-    mean: Iterable[float] | None = None,
-    std: Iterable[float] | None = None,
     reproducible: int | None = None,
     cache: Path | None = None,
+    **task: Unpack[TaskOptions],
 ) -> Shield:
     """A shield for a plain PyTorch loop.
 
     `data` is the client's training set ((x, y) tensors or a torch Dataset, pixels in [0, 1]); defenses that prepare
     themselves need it. Train `shield.model`: a model-stage defense changes the network. Draws come from the operating
     system; `reproducible` is a seed in their place, for tests: everyone who knows it can undo the protection.
+    `task` may give num_classes, loss, mean and std.
     """
     method, private = parse(defense), as_batch(data)
-    module = method.model(model, tuple(private.x.shape[1:]))  # type: ignore[arg-type]
+    module = method.model(model, private.image_shape)
     if reproducible is not None:
         warnings.warn(REPRODUCIBLE, stacklevel=2)
     streams = Streams() if reproducible is None else Streams.of_seed(reproducible)
-    client = make_client(
-        module, Checked(method), private, public, num_classes, loss, mean, std, streams=streams, cache=cache
-    )
-    return Shield(module, client, method)
+    setup = setup_for(module, private, public, cache, **task)
+    return Shield(module, prepare_client(Checked(method), LocalTraining(), setup, streams), method)
 
 
-def make_client(
-    module: nn.Module,
-    defense: Checked,
-    private: Batch,
-    public: Any,
-    num_classes: int | None,
-    loss: Loss,
-    mean: Iterable[float] | None,
-    std: Iterable[float] | None,
-    *,
-    streams: Streams,
-    cache: Path | None,
-) -> Client:
-    """A client that protects real training. It has no seed: networks that a defense trains may be known, draws not."""
+def setup_for(module: nn.Module, private: Batch, public: Any, cache: Path | None, **task: Unpack[TaskOptions]) -> Setup:
+    """What a defense prepares itself on in real training. Networks that it trains may be known, its draws not."""
     channels = private.x.shape[1]
-    return Client(
-        ModelFunction(module, loss, "train" if module.training else "eval"),
-        defense,
-        LocalTraining(),
-        state={n: t.detach().clone() for n, t in module.state_dict().items()},
-        private=private,
-        public=None if public is None else as_batch(public),
-        num_classes=num_classes or int(private.hard_labels.max()) + 1,
-        mean=torch.tensor(list(mean)) if mean is not None else torch.zeros(channels),
-        std=torch.tensor(list(std)) if std is not None else torch.ones(channels),
-        streams=streams,
-        cache=cache,
-    )
+    function = ModelFunction(module, task.get("loss", cross_entropy), "train" if module.training else "eval")
+    outputs = task.get("num_classes") or int(private.hard_labels.max()) + 1
+    mean, std = (torch.tensor(list(v)) for v in (task.get("mean", [0.0] * channels), task.get("std", [1.0] * channels)))
+    state = {n: t.detach().clone() for n, t in module.state_dict().items()}
+    others = None if public is None else as_batch(public)
+    return Setup(Task(function, private.image_shape, outputs, mean, std), state, private, others, cache=cache)
 
 
 def as_batch(data: Any) -> Batch:

@@ -18,11 +18,14 @@ from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from gradveil import attacks, defenses
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Batch, LocalTraining, Observation, Sighting, Tensors, generator, observe
+from gradveil.core.observation import Observation, Sighting, observe
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.data import DataSet, load
+from gradveil.defenses.base import Setup
 from gradveil.defenses.data.ats.defense import Policy, parse_policies, write_policy
 from gradveil.defenses.data.ats.search import NO_POLICY, Scorer, Search, candidates, half_trained
 from gradveil.defenses.data.loda.defense import Loda
@@ -96,32 +99,10 @@ class Ground:
     def observed(self, policy: Policy) -> tuple[Batch, list[Observation]]:
         """The victims as they were fed under a policy, and what a server sees of each."""
         data, how = self.data, defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else "none")
-        client = Client(
-            self.function,
-            how,
-            LocalTraining(),
-            state=self.state,
-            private=data.private,
-            public=None,
-            num_classes=data.num_classes,
-            mean=data.mean,
-            std=data.std,
-            seed=self.seed,
-        )
+        task = data.task(self.function)
+        client = prepare_client(how, LocalTraining(), Setup(task, self.state, data.private, seed=self.seed))
         sent = [client.round(self.state, self.victims[i : i + 1], i) for i in range(len(self.victims))]
-        seen = [
-            observe(
-                self.function,
-                [Sighting(self.state, update)],
-                input_shape=data.input_shape,
-                num_classes=data.num_classes,
-                mean=data.mean,
-                std=data.std,
-                level="paper",
-                trace=trace,
-            )
-            for update, trace in sent
-        ]
+        seen = [observe(task, [Sighting(self.state, update)], level="paper", trace=trace) for update, trace in sent]
         fed = [trace.fed for _, trace in sent]
         return Batch(torch.cat([b.x for b in fed]), torch.cat([b.y for b in fed])), seen
 
@@ -133,10 +114,9 @@ class Ground:
         return list(zip(fed, images.split([len(batch) for batch in fed]), strict=True))
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensors:
-        data = self.data
-        pixels = (x - data.mean.view(-1, 1, 1)) / data.std.view(-1, 1, 1)
+        inputs = self.data.task(self.function).normalize(x)
         with torch.no_grad():
-            return self.function.gradients(self.state, pixels[:, None], y[:, None])
+            return self.function.gradients(self.state, inputs[:, None], y[:, None])
 
 
 def _policy(text: str) -> Policy:

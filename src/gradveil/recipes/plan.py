@@ -19,7 +19,10 @@ from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.ig import VARIANTS
 from gradveil.auditing.cells import one_thread
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import LocalTraining, Observation, generator
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import LocalTraining
 from gradveil.data import load
 from gradveil.data.source import resolve
 from gradveil.data.split import sizes
@@ -123,7 +126,7 @@ def _once(attack: Attack, model: str, facts: Facts, budget: Budget) -> int:
         return own
     if getattr(attack, "paper", "gradveil") != "gradveil":
         return VARIANTS[attack.paper].steps  # type: ignore[attr-defined]
-    nothing = Observation(_function(model, facts), (), facts.shape, facts.classes, torch.zeros(1), torch.ones(1))
+    nothing = Observation(Task(_function(model, facts), facts.shape, facts.classes, torch.zeros(1), torch.ones(1)), ())
     return steps_for(Target([nothing], torch.zeros(1), generator(0), budget), STEPS)
 
 

@@ -8,23 +8,25 @@ import pytest
 import torch
 
 from gradveil import models
-from gradveil.client import Client
+from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Level, LocalTraining, Observation, Sighting, Trace, generator, observe
+from gradveil.core.observation import Observation, Sighting, Trace, observe
+from gradveil.core.randomness import generator
+from gradveil.core.types import Level, LocalTraining
 from gradveil.data import load
 from gradveil.defenses import parse
+from gradveil.defenses.base import Setup
 
 
 def _observe_often(
     defense: str, *, victims: int, updates: int = 1, private: int | None = None, level: Level = "realistic", seed: int
 ) -> tuple[list[Observation], list[Trace]]:
     data, method = load("mnist-5k"), parse(defense)
-    known = {"num_classes": data.num_classes, "mean": data.mean, "std": data.std}
     module = models.build("lenet", input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
-    function = ModelFunction(module)
-    state = function.state()
+    task = data.task(ModelFunction(module))
+    state = task.model.state()
     own = data.private[torch.randperm(len(data.private), generator=generator(seed, "victims"))[:private]]
-    client = Client(function, method, LocalTraining(), state=state, private=own, public=data.public, seed=seed, **known)
+    client = prepare_client(method, LocalTraining(), Setup(task, state, own, data.public, seed))
     observations, traces = [], []
     for victim in range(victims):
         batch = own[victim : victim + 1]
@@ -34,9 +36,8 @@ def _observe_often(
         secrets = {n + (f"@{u}" if u else ""): t for u, found in enumerate(named) for n, t in found.items()}
         trace = Trace(batch, rounds[0][1].fed, secrets)
         seen = [Sighting(state, update) for update, _ in rounds]
-        shape = data.input_shape
         granted = {"level": level, "defense": method, "public": data.public, "trace": trace}
-        observations.append(observe(function, seen, input_shape=shape, **known, **granted))
+        observations.append(observe(task, seen, **granted))
         traces.append(trace)
     return observations, traces
 

@@ -10,7 +10,7 @@ import torch
 from gradveil.attacks import parse
 from gradveil.attacks.counters.ats.inverse import undo
 from gradveil.attacks.counters.ats.policy import every
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 from gradveil.data import load
 from gradveil.defenses.data.ats.defense import ATS, Draw, transform
 from gradveil.defenses.data.ats.transforms import FUNCTIONS

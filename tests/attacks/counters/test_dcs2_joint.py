@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradveil.attacks import parse
 from gradveil.attacks.counters.dcs2.pair import separate
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 
 
 def _classifier_gradients(

@@ -13,7 +13,7 @@ from gradveil.attacks.generative.rehearsal import copy_of_client
 from gradveil.attacks.generic.expectation import _Defended
 from gradveil.attacks.matching.engine import Match
 from gradveil.core.errors import UserError
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense
 

@@ -10,7 +10,8 @@ import torch
 from gradveil.attacks.base import Target
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching.fed_images import Fed, recover, soft_labels
-from gradveil.core.types import Observation, generator
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 
 
 def fed_of(seen: list[Observation]) -> Fed:

@@ -10,7 +10,8 @@ import torch
 from gradveil.attacks import parse
 from gradveil.attacks.counters.instahide import Habits, confirmed, mirrored, nearest
 from gradveil.attacks.counters.mixup import Mixture
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 
 FEW = {"victims": 6, "updates": 3, "private": 6, "seed": 100}
 

@@ -7,7 +7,8 @@ import torch
 
 from gradveil.attacks.counters.loda import LodaStationarity
 from gradveil.attacks.generative.public_prior import Gaussian, gaussians
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.data.loda.defense import Loda, Memory

@@ -9,7 +9,7 @@ import torch
 
 from gradveil.attacks import parse
 from gradveil.attacks.counters.mixup import Mixture, unmix
-from gradveil.core.types import generator
+from gradveil.core.randomness import generator
 
 FEW = {"victims": 6, "updates": 3, "private": 6, "seed": 100}
 

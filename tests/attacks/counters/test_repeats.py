@@ -11,7 +11,9 @@ import torch
 from gradveil.attacks import parse
 from gradveil.attacks.generic.repeats import merge
 from gradveil.core.errors import UserError
-from gradveil.core.types import Observation, Sighting, Update, generator
+from gradveil.core.observation import Observation, Sighting
+from gradveil.core.randomness import generator
+from gradveil.core.types import Update
 
 
 def seen_again(one: Observation, times: int, change: Callable) -> Observation:

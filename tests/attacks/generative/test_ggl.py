@@ -13,7 +13,8 @@ from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative import gan, ggl
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 from gradveil.data import DataSet
 
 

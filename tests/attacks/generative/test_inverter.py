@@ -14,7 +14,9 @@ from gradveil.attacks.base import Target
 from gradveil.attacks.generative import inverter
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round, rehearse
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch, Reconstruction, Trace, generator
+from gradveil.core.observation import Reconstruction, Trace
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 from gradveil.data import DataSet
 from gradveil.defenses.base import Defense
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, generator
 
 
 class ImprintBlock(nn.Module):
@@ -100,7 +101,7 @@ class Imprint(Attack):
         missing = observation.knowledge.batch_size - len(found)
         found = torch.cat([found, found.new_zeros(missing, found.shape[1])])
         share = 1 - hits.sum().clamp_max(len(found)) / len(found)  # how many of the batch no bin speaks of
-        return found.float().view(-1, *observation.input_shape), share.float()
+        return found.float().view(-1, *observation.task.input_shape), share.float()
 
 
 def _block(observation: Observation) -> str | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import linear_layers
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 
 @attack("linear", targets="unused")
@@ -26,7 +26,7 @@ class Linear(Attack):
         if not layers:
             return "the model has no fully connected layer with a bias"
         width = observation.state[f"{layers[0]}.weight"].shape[1]
-        pixels = int(torch.tensor(observation.input_shape).prod())
+        pixels = int(torch.tensor(observation.task.input_shape).prod())
         if width != pixels:
             return f"the first fully connected layer takes {width} features, not the {pixels} pixels"
         return None
@@ -42,10 +42,10 @@ class Linear(Attack):
         if count == 1:
             a = weight.T @ bias / (bias**2).sum().clamp_min(1e-30)
             error = (weight - torch.outer(bias, a)).norm() / weight.norm().clamp_min(1e-30)
-            return a.float().view(1, *observation.input_shape), error.float()
+            return a.float().view(1, *observation.task.input_shape), error.float()
         rows = bias.abs().argsort(descending=True)
         guesses = weight[rows] / torch.where(bias[rows] == 0, torch.full_like(bias, 1e-30), bias[rows])[:, None]
-        return _spread(guesses, count).float().view(count, *observation.input_shape), torch.tensor(0.0)
+        return _spread(guesses, count).float().view(count, *observation.task.input_shape), torch.tensor(0.0)
 
 
 def _spread(guesses: Tensor, count: int) -> Tensor:

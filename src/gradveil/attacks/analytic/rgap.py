@@ -28,8 +28,8 @@ from torch.nn import grad as conv_grad
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import exact_input, linear_layers
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 _ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ReLU)
 _OPEN = 1e-5  # share of the largest activation above which a ReLU counts as open
@@ -60,14 +60,14 @@ class RGAP(Attack):
         assert layers is not None
         exact = exact_input(observation, layers.pop().path)
         if exact is None:
-            nothing = torch.zeros(1, *observation.input_shape)
+            nothing = torch.zeros(1, *observation.task.input_shape)
             return nothing, torch.tensor(1.0)
         a, signal = (t.double()[None] for t in exact)
         worst = 0.0
         while layers:
             a, signal, error = self.back(observation, layers.pop(), a, signal)
             worst = max(worst, error)
-        return a.float().view(1, *observation.input_shape), torch.tensor(worst)
+        return a.float().view(1, *observation.task.input_shape), torch.tensor(worst)
 
     def back(self, observation: Observation, layer: Layer, a: Tensor, signal: Tensor) -> tuple[Tensor, Tensor, float]:
         """From what left a layer's activation and the signal there (images × width) to what entered the layer and the
@@ -128,7 +128,7 @@ class RGAP(Attack):
         blocks = {(i, j): scale**2 * (a.T @ b).toarray() for i, a in enumerate(backs) for j, b in enumerate(backs)}
         size = float((gram.trace() + channels * sum(blocks[i, i].trace() for i in range(len(z)))) / len(gram))
         for (i, j), block in blocks.items():
-            if i == j and layer.before == observation.input_shape and self.smooth:
+            if i == j and layer.before == observation.task.input_shape and self.smooth:
                 block = block + self.smooth * size * _roughness(height, width)
             for c in range(channels):
                 down, across = i * entries + c * pixels, j * entries + c * pixels
@@ -233,7 +233,7 @@ def _met(observation: Observation) -> list[Layer]:
     handles = [m.register_forward_hook(note(p)) for p, m in leaves]
     try:
         with torch.no_grad():
-            observation.model(observation.state, torch.zeros(2, *observation.input_shape))
+            observation.model(observation.state, torch.zeros(2, *observation.task.input_shape))
     finally:
         for handle in handles:
             handle.remove()

@@ -17,8 +17,9 @@ from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.head import linear_layers
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, generator
 
 
 @attack("trap-weights", targets="unused")
@@ -66,7 +67,7 @@ class TrapWeights(Attack):
         live = bias.abs() > 1e-7 * bias.abs().max().clamp_min(1e-30)
         guesses = weight[live] / bias[live, None]
         if len(guesses) == 0:
-            return torch.zeros(count, *observation.input_shape), torch.tensor(1.0)
+            return torch.zeros(count, *observation.task.input_shape), torch.tensor(1.0)
         unit = torch.nn.functional.normalize(guesses - guesses.mean(1, keepdim=True), dim=1)
         agree = ((unit @ unit.T) > 0.999).sum(1)  # how many rows say the same
         kept: list[int] = []
@@ -75,4 +76,4 @@ class TrapWeights(Attack):
                 kept.append(i)
         found = torch.cat([guesses[kept], guesses.mean(0, keepdim=True).expand(count - len(kept), -1)])
         alone = sum(int(agree[i] < 2) for i in kept) + count - len(kept)
-        return found.float().view(count, *observation.input_shape), torch.tensor(alone / count)
+        return found.float().view(count, *observation.task.input_shape), torch.tensor(alone / count)

@@ -9,8 +9,9 @@ import torch
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Tensors
+from gradveil.core.types import Tensors
 
 
 @attack("clip-aware", adaptive=True, targets="any")

@@ -26,8 +26,9 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.counters.mixup import Mixture, answer, cannot_decode, decode, unmix
 from gradveil.attacks.matching.fed_images import Fed, recover
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Observation
+from gradveil.core.types import Batch
 
 ERROR = 0.02  # of an encoding's pixel, when its fit is weighed against how rare the images' pixels are
 BINS = 16
@@ -59,7 +60,7 @@ class InstahideDecode(Attack):
             return answer(target, fed, first.view_as(fed.x)[fed.sighting == 0])
 
         habits = Habits(target.knowledge.public)
-        middle = fed.target.first.mean.view(-1, 1, 1).expand(fed.x.shape[2:])
+        middle = fed.target.task.mean.view(-1, 1, 1).expand(fed.x.shape[2:])
 
         def solve(mixture: Mixture) -> tuple[Tensor, Tensor]:
             x = confirmed(mixture, low, high)
@@ -74,7 +75,7 @@ class InstahideDecode(Attack):
 def both(fed: Fed) -> tuple[Tensor, Tensor]:
     """The two values that each pixel may have had; the same twice where only one is a pixel's."""
     size, first = fed.x.flatten(0, 1).abs(), fed.target.first
-    mean, std = first.mean.view(-1, 1, 1), first.std.view(-1, 1, 1)
+    mean, std = first.task.mean.view(-1, 1, 1), first.task.std.view(-1, 1, 1)
     low, high = mean - std * size, mean + std * size
     return torch.where(low < -ROUNDED, high, low).clamp(0, 1), torch.where(high > 1 + ROUNDED, low, high).clamp(0, 1)
 

@@ -26,8 +26,8 @@ from gradveil.attacks.generative.public_prior import Gaussian, Whitened, gaussia
 from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 from gradveil.defenses.data.loda.defense import Memory
 
 DIRECTIONS = 100  # in which images of a class differ
@@ -49,7 +49,7 @@ class LodaStationarity(Attack):
         public = observation.knowledge.public
         if defense_part(observation, "loda") is None:
             return "the defense is not loda"
-        if public is not None and public.x.shape[1:] != torch.Size(observation.input_shape):
+        if public is not None and public.x.shape[1:] != torch.Size(observation.task.input_shape):
             return "public images have another shape than the private ones"
         return None
 
@@ -58,9 +58,9 @@ class LodaStationarity(Attack):
         assert public is not None
         answer = one_image(sighting(target, 0))
         obscured = target.denormalize(answer.x).clamp(0, 1)
-        memory = defense_part(target.first, "loda").equip(public, target.first.input_shape)
-        hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
-        classes = gaussians(public, target.first.num_classes, DIRECTIONS)
+        memory = defense_part(target.first, "loda").equip(public, target.task.input_shape)
+        hard = target.hard_labels
+        classes = gaussians(public, target.task.num_outputs, DIRECTIONS)
         kinds = [classes[c] for c in hard.flatten().tolist()]
         images = self.original(obscured.flatten(0, 1), memory, kinds).view_as(obscured)
         return Answer(target.normalize(images), answer.score, hard, answer.iterations + self.steps)

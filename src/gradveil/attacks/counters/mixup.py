@@ -26,8 +26,9 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.fed_images import Fed, defense_part, recover, soft_labels
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Observation
+from gradveil.core.types import Batch
 
 PULL = 1e-4  # towards the mean, beside equations with coefficients around 0.25
 PRESENT = 0.02  # share of a label below which its class is taken to be absent
@@ -213,8 +214,8 @@ def _own(fed: Fed, amounts: Tensor) -> Tensor:
 
 def _means(public: Batch | None, observation: Observation) -> Tensor:
     """The mean public image of every class, and last of all classes; grey where there is nothing to average."""
-    if public is None or public.x.shape[1:] != torch.Size(observation.input_shape):
-        return torch.full((observation.num_classes + 1, *observation.input_shape), 0.5)
+    if public is None or public.x.shape[1:] != torch.Size(observation.task.input_shape):
+        return torch.full((observation.task.num_outputs + 1, *observation.task.input_shape), 0.5)
     every = public.x.mean(0)
-    own = [public.x[public.hard_labels == c] for c in range(observation.num_classes)]
+    own = [public.x[public.hard_labels == c] for c in range(observation.task.num_outputs)]
     return torch.stack([*(x.mean(0) if len(x) else every for x in own), every])

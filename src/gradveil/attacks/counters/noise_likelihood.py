@@ -23,8 +23,9 @@ from gradveil.attacks.matching.engine import Match, Problem, solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation, Sighting
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Sighting, Update
+from gradveil.core.types import Update
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 

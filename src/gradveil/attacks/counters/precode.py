@@ -26,8 +26,8 @@ from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 
 def bottleneck_path(observation: Observation) -> str | None:

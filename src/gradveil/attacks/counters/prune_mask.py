@@ -10,8 +10,8 @@ from typing import Any
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 
 @attack("prune-mask", adaptive=True, targets="any")

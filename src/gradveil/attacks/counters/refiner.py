@@ -28,8 +28,10 @@ from gradveil.attacks.matching.fed_images import defense_part
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Observation, Tensors, Update, generator
+from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Setup, Step
 from gradveil.defenses.batch.refiner.defense import Refiner, Utility
 
@@ -100,7 +102,7 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
         batch = Batch(public.x[rows], public.hard_labels[rows])
         updates = []
         for _ in range(max(1, target.sightings)):
-            step = Step(first.model, first.state, batch, first.mean, first.std, first.num_classes, rng, memory)
+            step = Step(first.task, first.state, batch, rng, memory)
             step.batch = known.batch(batch, step)
             step.noise = first.model.draw_noise(size, rng)
             updates.append(step.gradient(step.batch))
@@ -115,5 +117,5 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
 def _prepared(known: Refiner, first: Observation, public: Batch, rng: torch.Generator) -> Any:
     """Refiner's evaluator, trained on public images."""
     some = Batch(public.x[:1000], public.hard_labels[:1000])
-    setup = Setup(first.model, first.state, some, None, first.num_classes, first.mean, first.std, rng=rng)
+    setup = Setup(first.task, first.state, some, rng=rng)
     return known.prepare(setup)

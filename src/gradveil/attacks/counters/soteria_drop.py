@@ -12,8 +12,8 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 
 @attack("soteria-drop", adaptive=True, targets="any")

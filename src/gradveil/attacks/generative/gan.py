@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Progress
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.storage.resumable import resumable, trained_once
 
 LATENT, WIDTH = 64, 32

@@ -29,8 +29,8 @@ from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.registry import attack
 from gradveil.core.errors import UserError
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation
 
 SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
 ROWS = 512  # evaluated at a time
@@ -55,7 +55,7 @@ class GGL(Attack):
 
     def run(self, target: Target) -> Answer:
         public = public_batch(target)
-        classes = target.first.num_classes
+        classes = target.task.num_outputs
         known = classes if (_all_classes(target) and self.conditional is None) or self.conditional else 0
         network = generator_for(public, known, target.cache, target.progress)
         search = _Search(target, network, self)
@@ -112,7 +112,7 @@ class _Search:
 
     def __init__(self, target: Target, network: Generator, how: GGL):
         self.target, self.network, self.how = target, network, how
-        self.hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+        self.hard = target.hard_labels
         self.victims = torch.arange(target.shape[0])
         head = reduce_to_head(target)
         inner = head.target if head else target
@@ -158,7 +158,7 @@ class _Search:
 
 def _all_classes(target: Target) -> bool:
     public = target.knowledge.public
-    return public is not None and public.hard_labels.unique().tolist() == list(range(target.first.num_classes))
+    return public is not None and public.hard_labels.unique().tolist() == list(range(target.task.num_outputs))
 
 
 def _counted(target: Target) -> dict[str, Any]:

@@ -27,8 +27,10 @@ from gradveil.attacks.generative.rehearsal import Rehearsal, fits, rehearse
 from gradveil.attacks.matching.distances import RelativeL2
 from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Tensors, generator
+from gradveil.core.types import Tensors
 
 WIDTH = 8_192  # entries of one tensor, above which it is hashed to so many
 RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -49,7 +51,7 @@ class Inverter(Attack):
         rehearsed = rehearse(target)
         known, asked = _rows(rehearsed), _asked(target)
         kernels = _kernels(_views(rehearsed.updates, target.updates()))
-        means = _class_means(known, target.first.num_classes)
+        means = _class_means(known, target.task.num_outputs)
         wanted = (known.x - means[known.y]).double()
         same = (known.y[:, None] == known.y).double() + self.shared
         name, ridge = _choose(kernels, known, wanted, same)
@@ -61,7 +63,7 @@ class Inverter(Attack):
         likeness = across[asked.round][:, known.round].double() * ((asked.y[:, None] == known.y) + self.shared)
         found = means[asked.y] + (likeness @ weights).to(means)
         pictures = [
-            t.view(-1, *target.first.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
+            t.view(-1, *target.task.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
         ]
         x = target.normalize(polish(*pictures, cache=target.cache).clamp(0, 1).view(target.shape))
         residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
@@ -85,7 +87,7 @@ def _rows(rehearsed: Rehearsal) -> _Rows:
 
 
 def _asked(target: Target) -> _Rows:
-    hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+    hard = target.hard_labels
     victims, size = hard.shape
     return _Rows(torch.arange(victims).repeat_interleave(size), hard.flatten(), torch.empty(0))
 

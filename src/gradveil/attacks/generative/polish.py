@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.types import Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
 WIDTH, KERNEL = 24, 5

@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gradveil.attacks.base import Target
-from gradveil.client import Client
-from gradveil.core.types import Batch, Observation, Tensors, generator
-from gradveil.defenses.base import Defense
+from gradveil.client import Client, prepare_client
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Tensors
+from gradveil.defenses.base import Defense, Setup
 from gradveil.defenses.update.none import Nothing
 
 ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all rehearsals, about a nanosecond each
@@ -39,7 +41,7 @@ class Rehearsal:
 def fits(observation: Observation) -> str | None:
     """Why public images cannot stand in for private ones, or None if they can."""
     public = observation.knowledge.public
-    if public is None or tuple(public.x.shape[1:]) != tuple(observation.input_shape):
+    if public is None or tuple(public.x.shape[1:]) != tuple(observation.task.input_shape):
         return "the public images are not of the kind that the network takes"
     needed = max(8, 2 * observation.knowledge.batch_size)
     return None if len(public) >= needed else f"it needs at least {needed} public images"
@@ -51,28 +53,19 @@ def public_batch(target: Target) -> Batch:
     assert public is not None
     order = torch.randperm(len(public), generator=generator("rehearsal"))
     x, y = public.x[order], public.hard_labels[order]
-    if int(y.max()) >= target.first.num_classes:
-        y = torch.arange(len(x)) % target.first.num_classes
+    if int(y.max()) >= target.task.num_outputs:
+        y = torch.arange(len(x)) % target.task.num_outputs
     return Batch(x, y)
 
 
 def copy_of_client(target: Target, public: Batch | None, defense: Defense | None = None) -> Client:
     """A client that holds the public images (a grey one where there are none) and defends them as the victims do, with
     draws of its own."""
-    first = target.first
-    grey = Batch(torch.full((1, *first.input_shape), 0.5), torch.zeros(1).long())
-    return Client(
-        first.model,
-        defense or defense_of(target),
-        target.training,
-        state=target.state,
-        private=public if public is not None and len(public) else grey,
-        public=public,
-        num_classes=first.num_classes,
-        mean=first.mean,
-        std=first.std,
-        seed=generator("rehearsal", "client").initial_seed() % 2**31,
-    )
+    grey = Batch(torch.full((1, *target.task.input_shape), 0.5), torch.zeros(1).long())
+    private = public if public is not None and len(public) else grey
+    seed = generator("rehearsal", "client").initial_seed() % 2**31
+    setup = Setup(target.task, target.state, private, public, seed)
+    return prepare_client(defense or defense_of(target), target.training, setup)
 
 
 def defense_of(target: Target) -> Defense:

@@ -25,8 +25,10 @@ from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
 from gradveil.client import Client
 from gradveil.core.errors import UserError
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Observation, Tensors, generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Step
 from gradveil.defenses.update.none import Nothing
 
@@ -71,7 +73,7 @@ class Expectation(Attack):
 
 def _affordable(target: Target, client: Client) -> None:
     images = torch.rand(target.shape[1:], generator=generator("expectation"))
-    batch = Batch(images, target.labels[0] if target.labels.ndim == 2 else target.labels[0].argmax(-1))
+    batch = Batch(images, target.hard_labels[0])
     plain = copy_of_client(target, target.knowledge.public, Nothing())
     ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
     if ratio > DEAR:
@@ -109,7 +111,7 @@ class _Defended(Problem):
         """One defended update of each row of candidate images. All rows see the same draws."""
         steps, images, labels = zip(*(self._fed(*row, state, key) for row in zip(x, y, strict=True)), strict=True)
         noise = {n: torch.stack([s.noise[n] for s in steps]) for n in steps[0].noise}
-        plain = self.client.model.gradients(state, torch.stack(images), torch.stack(labels), noise)
+        plain = self.client.task.model.gradients(state, torch.stack(images), torch.stack(labels), noise)
         sent = [self._sent({n: t[k] for n, t in plain.items()}, step) for k, step in enumerate(steps)]
         return {n: torch.stack([row[n] for row in sent]) for n in self.names}
 
@@ -118,13 +120,13 @@ class _Defended(Problem):
         client, rng = self.client, generator("expectation", *key)
         with torch.no_grad():
             shown = Batch(self.target.denormalize(x.detach()).clamp(0, 1), y)
-            step = Step(client.model, state, shown, client.mean, client.std, client.num_classes, rng, client.memory)
+            step = Step(client.task, state, shown, rng, client.memory)
             step.batch = client.defense.batch(client.defense.data(shown, step), step)
             same = len(step.batch) == len(x)
-            step.noise = client.model.draw_noise(len(x), rng)
+            step.noise = client.task.model.draw_noise(len(x), rng)
         if not same:
             return step, x, y
-        return step, x + (step.normalize(step.batch.x) - self.target.normalize(shown.x)).detach(), step.batch.y
+        return step, x + (step.task.normalize(step.batch.x) - self.target.normalize(shown.x)).detach(), step.batch.y
 
     def _sent(self, plain: Tensors, step: Step) -> Tensors:
         """What the defense makes of one row's gradient."""

@@ -26,8 +26,9 @@ from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Tensors
+from gradveil.core.types import Tensors
 
 FLOOR = 1e-8  # of r: digits that floats do not have are no evidence
 Mask = dict[str, Tensor]  # name → 0/1, for one victim; broadcast over the tensor

@@ -15,8 +15,9 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation, Sighting
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Sighting, Update
+from gradveil.core.types import Update, hard_labels
 
 
 @attack("repeats")
@@ -40,7 +41,7 @@ class Repeats(Attack):
         )
         averaged = target.about(merged, labels)
         found = Swift().reconstruct(averaged)
-        return replace(found, labels=labels if labels.ndim == 2 else labels.argmax(-1))
+        return replace(found, labels=hard_labels(labels, soft_ndim=3))
 
 
 def merge(observation: Observation) -> Observation:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.labels.rules import LabelRule, bias_rule, expected_rule, idlg, llg, minimum_rule
-from gradveil.core.types import Observation, generator
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
 
 __all__ = [
     "LabelRule",
@@ -28,7 +29,7 @@ def classifier_name(observation: Observation) -> str | None:
     """The last linear layer with one output a class."""
     found = None
     for path, part in observation.model.module.named_modules():
-        if isinstance(part, nn.Linear) and part.out_features == observation.num_classes:
+        if isinstance(part, nn.Linear) and part.out_features == observation.task.num_outputs:
             found = path
     return found
 
@@ -61,10 +62,10 @@ def infer_labels(observation: Observation) -> Tensor:
 def _belief(observation: Observation) -> Tensor:
     """The model's mean output distribution: on public images where there are any, else on noise."""
     public, rng = observation.knowledge.public, generator("belief")
-    if public is not None and public.x.shape[1:] == torch.Size(observation.input_shape):
-        x = (public.x[:256] - observation.mean.view(-1, 1, 1)) / observation.std.view(-1, 1, 1)
+    if public is not None and public.x.shape[1:] == torch.Size(observation.task.input_shape):
+        x = observation.task.normalize(public.x[:256])
     else:
-        x = torch.randn((128, *observation.input_shape), generator=rng)
+        x = torch.randn((128, *observation.task.input_shape), generator=rng)
     with torch.no_grad():
         logits = observation.model(observation.state, x, observation.model.draw_noise(len(x), rng))
     return logits.softmax(-1).mean(0)

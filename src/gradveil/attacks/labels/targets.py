@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Observation
+from gradveil.core.observation import Observation
 
 _STEPS = 20
 _EXACT = 1e-4  # of the signal, as a share

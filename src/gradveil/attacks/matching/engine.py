@@ -19,7 +19,8 @@ from gradveil.attacks.matching.distances import Cosine, Distance, PerRow
 from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.starts import Start
-from gradveil.core.types import Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Tensors
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Problem:
         self.noise = {k: v.repeat_interleave(restarts, 0) for k, v in _noise(target).items()}
         self.at_once = rows_at_once(target) or self.rows  # that fit the memory
         low, high = (
-            target.normalize(torch.zeros(target.first.input_shape)),
-            target.normalize(torch.ones(target.first.input_shape)),
+            target.normalize(torch.zeros(target.task.input_shape)),
+            target.normalize(torch.ones(target.task.input_shape)),
         )
         self.box = (low.amin((1, 2)).view(-1, 1, 1), high.amax((1, 2)).view(-1, 1, 1))
 
@@ -261,7 +262,7 @@ def _decay(i: int, match: Match) -> float:
 
 
 def _label_logits(problem: Problem) -> Tensor:
-    return _alike(problem, (problem.rows, problem.labels.shape[1], problem.target.first.num_classes))
+    return _alike(problem, (problem.rows, problem.labels.shape[1], problem.target.task.num_outputs))
 
 
 def _alike(problem: Problem, shape: Sequence[int]) -> Tensor:

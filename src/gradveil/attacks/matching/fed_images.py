@@ -24,7 +24,7 @@ from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
-from gradveil.core.types import Observation
+from gradveil.core.observation import Observation
 
 LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
@@ -144,7 +144,7 @@ def sighting(target: Target, place: int) -> Target:
     for o in target.observations:
         knowledge = o.knowledge if place == 0 else replace(o.knowledge, labels=None, secrets=_secrets(o, place))
         observations.append(replace(o, seen=(o.seen[place],), knowledge=knowledge))
-    hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+    hard = target.hard_labels
     labels = hard if place == 0 else torch.stack([infer_labels(o) for o in observations])
     return target.about(observations, labels)
 

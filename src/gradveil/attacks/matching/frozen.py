@@ -171,7 +171,7 @@ def objective(problem: Problem, *, signed: bool) -> Problem | Frozen:
         return problem
     if target.model.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in _parts(problem)):
         return problem  # the second pass would draw anew
-    return Frozen(problem) if forward_cost(target.model.module, target.first.input_shape) >= LARGE else problem
+    return Frozen(problem) if forward_cost(target.model.module, target.task.input_shape) >= LARGE else problem
 
 
 def _parts(problem: Problem) -> list[nn.Module]:

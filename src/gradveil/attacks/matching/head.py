@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Target
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import LocalTraining, Observation, Sighting, Update
+from gradveil.core.observation import Observation, Sighting
+from gradveil.core.types import LocalTraining, Update
 
 if TYPE_CHECKING:
     from gradveil.attacks.matching.engine import Problem
@@ -95,7 +96,7 @@ def linear_layers(observation: Observation) -> list[str]:
     ]
     try:
         with torch.no_grad():
-            images = torch.zeros(2, *observation.input_shape).to(next(iter(observation.state.values())).dtype)
+            images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
             model(observation.state, images, model.draw_noise(2, torch.Generator().manual_seed(0)))
     finally:
         for handle in handles:
@@ -149,7 +150,7 @@ def cut_before(target: Target, layer: str, features: Tensor, signals: Tensor) ->
         sent = {f"{_PREFIX}{k}": v for k, v in o.update.tensors.items() if f"{_PREFIX}{k}" in before}
         knowledge = replace(o.knowledge, training=LocalTraining(), batch_size=features.shape[1])
         seen = (Sighting(state, Update(sent, "gradient", features.shape[1])),)
-        observations.append(replace(o, model=model, seen=seen, knowledge=knowledge))
+        observations.append(replace(o, task=o.task.with_model(model), seen=seen, knowledge=knowledge))
     return Head(target.about(observations, signals), features, layer)
 
 
@@ -158,7 +159,7 @@ def _parameters_before(model: ModelFunction, target: Target) -> list[str]:
     state = {f"{_PREFIX}{k}": v for k, v in target.state.items()}
     parameters = {n: state[n].detach().requires_grad_() for n in model.trainable}
     with torch.enable_grad():
-        probe = torch.rand((1, *target.first.input_shape), generator=torch.Generator().manual_seed(0))
+        probe = torch.rand((1, *target.task.input_shape), generator=torch.Generator().manual_seed(0))
         out = model({**state, **parameters}, probe.to(next(iter(parameters.values())).dtype)).sum()
     if not out.requires_grad:
         return []

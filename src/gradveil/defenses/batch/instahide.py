@@ -49,7 +49,7 @@ class InstaHide(Defense):
             raise UserError(
                 "instahide:public=true mixes with public images, and there are none; give some, or leave it out."
             )
-        return Crossed.of(setup.private, setup.public.x, (self.k + 1) // 2, self.name, setup.num_classes)
+        return Crossed.of(setup.private, setup.public.x, (self.k + 1) // 2, self.name, setup.task.num_outputs)
 
     def batch(self, batch: Batch, step: Step) -> Batch:
         if self.public:
@@ -59,7 +59,7 @@ class InstaHide(Defense):
         mixed = mix(batch, mixing, step.memory.draw(batch, self.k, step.rng), step.memory.data, step)
         signs = torch.randint(2, mixed.x.shape, generator=step.rng, dtype=torch.int8) * 2 - 1
         remember(step, "signs", signs)
-        return Batch(step.denormalize(step.normalize(mixed.x) * signs), mixed.y)
+        return Batch(step.task.denormalize(step.task.normalize(mixed.x) * signs), mixed.y)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def mix(batch: Batch, mixing: Tensor, partners: Tensor, data: Batch, step: Step)
     others = step.protected(data[partners[:, 1:].flatten()])
     images = torch.cat([batch.x[:, None], others.x.view(len(batch), -1, *batch.x.shape[1:])], dim=1)
     labels = torch.cat(
-        [soft(batch.y, step)[:, None], soft(others.y, step).view(len(batch), -1, step.num_classes)], dim=1
+        [soft(batch.y, step)[:, None], soft(others.y, step).view(len(batch), -1, step.task.num_outputs)], dim=1
     )
     remember(step, "mixing", mixing)
     remember(step, "partners", partners)
@@ -130,7 +130,7 @@ def mix(batch: Batch, mixing: Tensor, partners: Tensor, data: Batch, step: Step)
 
 def soft(labels: Tensor, step: Step) -> Tensor:
     """Class numbers as rows of ones and zeros; labels that are soft already stay."""
-    return labels if labels.is_floating_point() else F.one_hot(labels, step.num_classes).float()
+    return labels if labels.is_floating_point() else F.one_hot(labels, step.task.num_outputs).float()
 
 
 def remember(step: Step, name: str, rows: Tensor) -> None:

@@ -90,7 +90,7 @@ class DCS2(Defense):
     margin: float = Field(default=0.0, ge=0)
 
     def prepare(self, setup: Setup) -> Batch | None:
-        if setup.private.y.ndim == 2 and not takes_classes(setup.model.loss_fn, setup.num_classes):
+        if setup.private.y.ndim == 2 and not takes_classes(setup.model.loss_fn, setup.task.num_outputs):
             raise UserError(
                 "dcs2 draws class labels for concealed samples, and under this loss targets are no classes."
             )
@@ -111,7 +111,7 @@ class DCS2(Defense):
         a, b = (step.model.gradient(step.state, x, y, own) for y in (start.y, private.y))
         parts = 1 if not self.divide else 2 if self.lambda_g in (0, 1) else 3
         mixed = {k: (g + self.lambda_g * a[k] + (1 - self.lambda_g) * b[k]) / parts for k, g in tensors.items()}
-        _tell(step, concealed=step.denormalize(x), concealed_labels=start.y, sensitive=index)
+        _tell(step, concealed=step.task.denormalize(x), concealed_labels=start.y, sensitive=index)
         step.secrets["dcs2.lambda_g"] = torch.tensor(self.lambda_g)
         return project(mixed, tensors, self.margin)
 
@@ -139,14 +139,14 @@ class DCS2(Defense):
         n, public = len(private), step.memory
         if public is not None and not self.start.startswith("noise"):
             pick = torch.randint(len(public), (n,), generator=step.rng)
-            x, y = step.normalize(public.x[pick].to(private.x)), public[pick].hard_labels.cpu()
+            x, y = step.task.normalize(public.x[pick].to(private.x)), public[pick].hard_labels.cpu()
         if public is None or self.start.startswith("noise"):
             x = torch.randn(private.x.shape, generator=step.rng).to(private.x)
-            y = torch.full((n,), step.num_classes)
-        foreign = torch.randint(step.num_classes, (n,), generator=step.rng)  # noise, or images of another task
+            y = torch.full((n,), step.task.num_outputs)
+        foreign = torch.randint(step.task.num_outputs, (n,), generator=step.rng)  # noise, or images of another task
         if self.start.endswith("mixup"):
-            x = 0.7 * x + 0.3 * step.normalize(private.x)
-        return Batch(x, torch.where(y < step.num_classes, y, foreign).to(private.y.device))
+            x = 0.7 * x + 0.3 * step.task.normalize(private.x)
+        return Batch(x, torch.where(y < step.task.num_outputs, y, foreign).to(private.y.device))
 
     def craft(self, private: Batch, start: Batch, step: Step, noise: Tensors, own: Tensors) -> Tensor:
         """Concealed samples, in the network's input space; `noise`, `own`: a random model's draws for both sides."""
@@ -157,7 +157,7 @@ class DCS2(Defense):
             part = slice(i, i + size)
             there = Side(private.x[part], private.y[part], {k: v[part] for k, v in noise.items()})
             here = Side(start.x[part], start.y[part], {k: v[part] for k, v in own.items()})
-            done.append(self._minimise(there._replace(x=step.normalize(there.x)), here, step, joint))
+            done.append(self._minimise(there._replace(x=step.task.normalize(there.x)), here, step, joint))
         return torch.cat(done)
 
     def _minimise(self, there: Side, here: Side, step: Step, joint: bool) -> Tensor:
@@ -166,7 +166,7 @@ class DCS2(Defense):
         lambda_x = preset.lambda_x if self.lambda_x is None else self.lambda_x
         lambda_z = preset.lambda_z if self.lambda_z is None else self.lambda_z
         threshold = preset.threshold if self.threshold is None else self.threshold
-        low, high = (step.normalize(torch.full_like(there.x, v)) for v in (0.0, 1.0))
+        low, high = (step.task.normalize(torch.full_like(there.x, v)) for v in (0.0, 1.0))
 
         def rows(t: Tensor) -> Tensor:
             return t[None] if joint else t[:, None]

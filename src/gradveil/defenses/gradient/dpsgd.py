@@ -77,7 +77,7 @@ class DpSgd(Defense):
 
 def _per_image(step: Step, values: int) -> Any:
     """Gradients of single images, a first axis of as many of them as memory bears."""
-    x, chunk = step.normalize(step.batch.x), max(1, CHUNK // values)
+    x, chunk = step.task.normalize(step.batch.x), max(1, CHUNK // values)
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
         noise: dict[str, Tensor] = {name: draw[part, None] for name, draw in step.noise.items()}

@@ -49,7 +49,7 @@ class GradDefense(Defense):
     def prepare(self, setup: Setup) -> tuple[Batch, Tensor]:
         source = setup.public if setup.public is not None else setup.private
         pick = torch.randperm(len(source), generator=setup.rng)[: self.root]
-        step = Step(setup.model, setup.state, source[pick], setup.mean, setup.std, setup.num_classes, setup.rng)
+        step = Step(setup.task, setup.state, source[pick], setup.rng)
         return step.batch, self.cuts(step, step.batch)
 
     def gradient(self, tensors: Tensors, step: Step) -> Tensors:
@@ -83,7 +83,7 @@ class GradDefense(Defense):
     def cuts(self, step: Step, root: Batch) -> Tensor:
         """Where the slices of the flattened gradient begin, and where the last one ends."""
         noise = step.model.draw_noise(len(root), step.rng)
-        size = sensitivity(step.model, step.state, step.normalize(root.x), root.y, noise)
+        size = sensitivity(step.model, step.state, step.task.normalize(root.x), root.y, noise)
         counts = torch.tensor([p.numel() for p in step.model.parameters(step.state).values()])
         total = (size.double().cpu() / counts).repeat_interleave(counts).cumsum(0)
         inner = torch.searchsorted(total, total[-1] * torch.arange(1, self.slices) / self.slices)

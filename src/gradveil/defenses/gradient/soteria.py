@@ -46,7 +46,7 @@ class Soteria(Defense):
 
     def scores(self, step: Step) -> Tensors:
         """For each protected weight, by its name, a score for every column; the lowest are the most traceable."""
-        x = step.normalize(step.batch.x).detach().requires_grad_()
+        x = step.task.normalize(step.batch.x).detach().requires_grad_()
         with torch.enable_grad():
             inputs = _linear_inputs(step, x)
             if self.layers == "last":

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError, unknown
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import generator
 from gradveil.defenses.base import Defense
 from gradveil.defenses.registry import defense
 

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Streams, Update
+from gradveil.core.randomness import Streams
+from gradveil.core.types import Update
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Step, checked_update
 from gradveil.protection.loop import log_round
@@ -156,7 +157,7 @@ class _Absent:
 
 def _step(rng: torch.Generator | None) -> Step:
     nothing: Any = _Absent()
-    return Step(nothing, {}, nothing, torch.zeros(1), torch.ones(1), 0, rng or Streams()("update"))
+    return Step(nothing, {}, nothing, rng or Streams()("update"))
 
 
 def _shape(array: NDArray[Any]) -> str:

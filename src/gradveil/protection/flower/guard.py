@@ -10,23 +10,22 @@ return guard.reply(loss=…)
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
-from gradveil.client import Client
+from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
-from gradveil.core.gradients import Loss, cross_entropy
-from gradveil.core.types import Batch, Tensors
+from gradveil.core.randomness import seeded
+from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Step, checked_update
-from gradveil.federation.rounds import seeded
 from gradveil.protection.flower.arrays import check_arrays
 from gradveil.protection.flower.mod import message_streams
-from gradveil.protection.loop import Checked, Shield, as_batch, log_round, make_client
+from gradveil.protection.loop import Checked, Shield, TaskOptions, as_batch, log_round, setup_for
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
@@ -66,7 +65,7 @@ class Guard(Shield):
         if _PROTECTED in context.state.array_records:
             stored = context.state.array_records[_PROTECTED].items()
             self.load_state_dict({name: torch.from_numpy(array.numpy().copy()) for name, array in stored})
-        self._protected(self._client.model.state(), self._private)
+        self._protected(self._client.task.model.state(), self._private)
         context.state[_PROTECTED] = ArrayRecord(self.state_dict())
 
     def reply(self, **metrics: float) -> Message:
@@ -98,8 +97,7 @@ class Guard(Shield):
 
     def _leaving(self) -> Step:
         client = self._client
-        constants = (client.mean, client.std, client.num_classes)
-        return Step(client.model, self._start, self._private, *constants, client.streams("update"), client.memory)
+        return Step(client.task, self._start, self._private, client.draws("update"), client.memory)
 
 
 def protect(
@@ -110,27 +108,23 @@ def protect(
     data: Any,
     *,
     public: Any = None,
-    num_classes: int | None = None,
-    loss: Loss = cross_entropy,
-    mean: Iterable[float] | None = None,
-    std: Iterable[float] | None = None,
     record: str = "arrays",
     cache: Path | None = None,
+    **task: Unpack[TaskOptions],
 ) -> Guard:
     """A guard for this round's training on `data` ((x, y) tensors or a torch Dataset, pixels in [0, 1]).
 
     The model in the message's array record `record` is checked before it is used. The client's secret and, with a
     data-stage defense, its protected images are kept in `context.state`: a round must not show a second encoding of them.
+    `task` may give num_classes, loss, mean and std.
     """
     method, private = parse(defense), as_batch(data)
     if record not in message.content.array_records:
         raise UserError(f"the message has no array record '{record}'; name the model's with record=.")
-    module = network(model, method, tuple(private.x.shape[1:]))  # type: ignore[arg-type]
+    module = network(model, method, private.image_shape)
     receive(module, message.content.array_records[record])
-    streams = message_streams(message, context)
-    client = make_client(
-        module, _UntilUpdate(method), private, public, num_classes, loss, mean, std, streams=streams, cache=cache
-    )
+    setup = setup_for(module, private, public, cache, **task)
+    client = prepare_client(_UntilUpdate(method), LocalTraining(), setup, message_streams(message, context))
     guard = Guard(module, client, method, message, record, private)
     if "data" in method.stages:
         guard.encode(context)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Streams
+from gradveil.core.randomness import Streams
 from gradveil.defenses import Defense
 from gradveil.protection.flower.arrays import STATISTICS, Sends, protect_arrays, update_defense
 

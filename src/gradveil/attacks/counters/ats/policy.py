@@ -25,8 +25,9 @@ from gradveil.attacks.matching.fed_images import defense_part, one_image, sighti
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Tensors
+from gradveil.core.types import Tensors
 from gradveil.defenses.data.ats.defense import ATS, Draw, transform
 
 BLOCK = 2048  # draws that are judged together
@@ -58,7 +59,7 @@ class AtsPolicy(Attack):
         public = observation.knowledge.public
         if defense_part(observation, "ats") is None:
             return "the defense is not ats"
-        if public is not None and public.x.shape[1:] != torch.Size(observation.input_shape):
+        if public is not None and public.x.shape[1:] != torch.Size(observation.task.input_shape):
             return "public images have another shape than the private ones"
         return None
 
@@ -66,8 +67,8 @@ class AtsPolicy(Attack):
         answer = one_image(sighting(target, 0))
         public, known = target.knowledge.public, defense_part(target.first, "ats")
         assert public is not None
-        classes = gaussians(public, target.first.num_classes)
-        hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
+        classes = gaussians(public, target.task.num_outputs)
+        hard = target.hard_labels
         fed = target.denormalize(answer.x).clamp(0, 1)
         found = torch.empty_like(fed)
         for victim, observation in enumerate(target.observations):

@@ -36,8 +36,9 @@ from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
+from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.core.types import Observation, Tensors
+from gradveil.core.types import Tensors
 
 
 def _settings(observation: Observation) -> Any:
@@ -91,7 +92,7 @@ class DCS2Joint(Attack):
         observations, labels = [], []
         for o, options in zip(target.observations, pairs, strict=True):
             for sensitive, concealed in options:
-                hard = F.one_hot(torch.tensor([sensitive, concealed]), o.num_classes).float()
+                hard = F.one_hot(torch.tensor([sensitive, concealed]), o.task.num_outputs).float()
                 soft = known.lambda_g * hard[1] + (1 - known.lambda_g) * hard[0]
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
@@ -191,8 +192,8 @@ class DCS2AverageStart(Attack):
     def run(self, target: Target) -> Answer:
         public = target.knowledge.public
         assert public is not None
-        hard = target.labels if target.labels.ndim == 2 else target.labels.argmax(-1)
-        means = torch.stack([_class_mean(public.x, public.hard_labels, c) for c in range(target.first.num_classes)])
+        hard = target.hard_labels
+        means = torch.stack([_class_mean(public.x, public.hard_labels, c) for c in range(target.task.num_outputs)])
         match = Match(
             Cosine(),
             (TV(1e-4),),

@@ -99,6 +99,6 @@ def _layers(names: list[str]) -> dict[str, int]:
 def _gradient(step: Step, x: Tensor, y: Tensor, draw: Tensors) -> Tensors:
     """The gradient of the images as they are now, itself differentiable."""
     parameters = {n: p.detach().requires_grad_() for n, p in step.model.parameters(step.state).items()}
-    loss = step.model.loss({**step.state, **parameters}, step.normalize(x), y, draw)
+    loss = step.model.loss({**step.state, **parameters}, step.task.normalize(x), y, draw)
     found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}

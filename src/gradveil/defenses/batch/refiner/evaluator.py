@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.core.types import Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Tensors
 from gradveil.defenses.base import Setup
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 

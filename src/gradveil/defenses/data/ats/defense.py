@@ -20,8 +20,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
 from gradveil.defenses.registry import defense

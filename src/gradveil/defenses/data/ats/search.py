@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.data.ats.defense import (
     ATS,
     LONGEST,

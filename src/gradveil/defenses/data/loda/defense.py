@@ -21,8 +21,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import unknown
+from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, generator
+from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.data.loda.extractors import Extractor, Progress, extractor
 from gradveil.defenses.registry import defense

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch, Tensors, generator
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch, Tensors
 from gradveil.metrics.perceptual import NETWORKS, SCALE, SHIFT, lpips_size
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 

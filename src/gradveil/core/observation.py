@@ -1,0 +1,139 @@
+"""What an adversary sees and what only a judge may know.
+
+An `Observation` is built only from what the server really receives, copied; nothing private can be reached from it.
+What an adversary is granted beyond that is in its `Knowledge`, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Level, LocalTraining, Tensors, Update
+
+
+@dataclass
+class Trace:
+    """What the judge may know and the adversary may not."""
+
+    original: Batch
+    fed: Batch  # what entered the network, with its effective (perhaps soft) labels
+    secrets: Tensors = field(default_factory=dict)  # masks, mixing coefficients, sampled noise, concealed samples …
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the adversary may know: `realistic` infers labels, `paper` grants them, `upper-bound` every secret."""
+
+    level: Level = "realistic"
+    batch_size: int = 1
+    training: LocalTraining = field(default_factory=LocalTraining)
+    defense: Any = None  # the defense's settings: how it works is no secret, what it drew is
+    labels: Tensor | None = None  # of the images fed, when granted
+    public: Batch | None = None  # data of the same kind that anyone may have
+    secrets: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def granted(self) -> list[str]:
+        """In words, for the report."""
+        items = [f"batch size {self.batch_size}", f"local training ({self.training.kind})"]
+        if self.defense is not None:
+            items.append("the defense and its settings")
+        if self.labels is not None:
+            items.append("labels")
+        if self.public is not None:
+            items.append(f"{len(self.public)} public images")
+        return items + [f"secret: {name}" for name in self.secrets]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One update as the server saw it: the model state it was computed on, the update, and whose private set."""
+
+    state: Tensors
+    update: Update
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that an attack receives about one victim. One gradient is a list of one sighting."""
+
+    task: Task
+    seen: tuple[Sighting, ...]
+    knowledge: Knowledge = field(default_factory=Knowledge)
+
+    @property
+    def model(self) -> ModelFunction:
+        return self.task.model
+
+    @property
+    def state(self) -> Tensors:
+        return self.seen[0].state
+
+    @property
+    def update(self) -> Update:
+        return self.seen[0].update
+
+
+@dataclass
+class Reconstruction:
+    """What an attack believes the private images are, in [0, 1], and its own score of them (lower is better)."""
+
+    images: Tensor
+    labels: Tensor | None
+    score: float
+    iterations: int = 0
+    seconds: float = 0.0
+    failed: str | None = None  # why the attack has no finite answer; never left out of an average silently
+    history: dict[str, list[float]] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from gradveil.core.notebook import figure
+
+        parts = [f"score {self.score:.3g}", f"{self.iterations} iterations", f"{self.seconds:.1f} s"]
+        if self.labels is not None:
+            parts.insert(0, "labels " + labels_text(self.labels))
+        return figure(self.images, " · ".join(parts + ([f"failed: {self.failed}"] if self.failed else [])))
+
+
+def labels_text(labels: Tensor) -> str:
+    """Labels or rows of targets, for people."""
+    if labels.ndim == 1:
+        return ", ".join(str(v) for v in labels.tolist())
+    return "; ".join(" ".join(f"{v:.3g}" for v in row) for row in labels.tolist())
+
+
+def observe(
+    task: Task,
+    seen: list[Sighting],
+    *,
+    level: Level = "realistic",
+    training: LocalTraining | None = None,
+    defense: Any = None,
+    public: Batch | None = None,
+    trace: Trace | None = None,
+) -> Observation:
+    """The one door between client and adversary: copies what was sent, and of the trace only what `level` grants."""
+    labels, secrets = None, {}
+    if trace is not None and level != "realistic":
+        labels = trace.fed.y.detach().clone()
+    if trace is not None and level == "upper-bound":
+        secrets = {k: v.detach().clone() for k, v in trace.secrets.items()}
+    knowledge = Knowledge(
+        level=level,
+        batch_size=seen[0].update.examples,
+        training=training or LocalTraining(),
+        defense=defense,
+        labels=labels,
+        public=public,
+        secrets=secrets,
+    )
+    # The state is the server's own and may be large, so victims of one round share it; what was sent is copied.
+    sightings = tuple(Sighting(s.state, s.update.copy(), s.group) for s in seen)
+    return Observation(task, sightings, knowledge)
