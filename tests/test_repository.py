@@ -166,7 +166,6 @@ LONG_SIGNATURES = {
     "gradveil.defenses.data.ats.search.search_policy",
     "gradveil.federation.central.train_central",
     "gradveil.federation.inline.train",
-    "gradveil.protection.flower.guard.protect",
     "gradveil.recipes.measures.Ground.__init__",
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 Message = dict[str, Any]
-Job = TypeVar("Job")
+Work = TypeVar("Work")
 
 # One thread a worker; and glibc keeps the pages of large temporaries instead of asking for them anew at every step.
 _ENVIRONMENT = {
@@ -28,11 +28,11 @@ _ENVIRONMENT = {
 }
 
 
-class Worker(Generic[Job]):
+class Worker(Generic[Work]):
     """The parent's end of a worker process. What it says comes to `inbox`, and None when it has ended."""
 
-    def __init__(self, program: Path, first: Message, inbox: queue.Queue[tuple[Worker[Job], Message | None]]):
-        self.task: Job | None = None
+    def __init__(self, program: Path, first: Message, inbox: queue.Queue[tuple[Worker[Work], Message | None]]):
+        self.task: Work | None = None
         self.fresh = True  # no task was given to it yet
         self.ready = False
         self.short = ""  # of memory, in its own words
@@ -50,7 +50,7 @@ class Worker(Generic[Job]):
         self._send(first)
         threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
 
-    def take(self, task: Job, message: Message) -> None:
+    def take(self, task: Work, message: Message) -> None:
         self.task, self.fresh = task, False
         self._send(message)
 
@@ -76,7 +76,7 @@ class Worker(Generic[Job]):
         except BrokenPipeError:
             return  # it has died, which its listener reports
 
-    def _listen(self, inbox: queue.Queue[tuple[Worker[Job], Message | None]]) -> None:
+    def _listen(self, inbox: queue.Queue[tuple[Worker[Work], Message | None]]) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             inbox.put((self, json.loads(line)))
