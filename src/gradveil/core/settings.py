@@ -1,7 +1,7 @@
-"""How a method is written down: `name`, `name:key=value,key=value`, and a registry to find it by name.
+"""How a method is written: `name` or `name:key=value,key=value`, and a registry that finds it by name.
 
 The settings of a method are the fields of a frozen dataclass made by `@settings`: typed, validated (bounds are
-`Field(ge=…, le=…)`), with the paper's value as the default. The text form is the same for defenses, attacks, models.
+`Field(ge=…, le=…)`), with the paper's value as the default. The text form is the same for defenses, attacks and models.
 """
 
 from __future__ import annotations
@@ -12,41 +12,52 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import pydantic
+from pydantic import Field
 from pydantic.dataclasses import dataclass as _pydantic_dataclass
+from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from gradveil.core.errors import UserError, shown, unknown
 
 T = TypeVar("T")
-C = TypeVar("C", bound=type)
 
 _NAME = r"[A-Za-z][\w-]*"
 _SPEC = re.compile(rf"(?P<name>{_NAME})(?::(?P<settings>.*))?", re.DOTALL)
 _IMPORT = re.compile(r"(?P<path>[A-Za-z_]\w*(?:\.\w+)*):(?P<object>[A-Za-z_]\w*)(?::(?P<settings>.*))?", re.DOTALL)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
-def settings(cls: C) -> C:
-    """Make `cls` a frozen, validated dataclass: the settings of a method."""
+@dataclass_transform(frozen_default=True, field_specifiers=(Field, dataclasses.field))
+def settings(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen, validated dataclass: the settings of a method.
+
+    Type checkers see a default only where it is written by name: `Field(default=0.1, gt=0)`.
+    """
     config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True, str_strip_whitespace=True)
-    return cast(C, _pydantic_dataclass(frozen=True, config=config)(cls))
+    return cast("type[T]", _pydantic_dataclass(frozen=True, config=config)(cls))
+
+
+def fields_of(cls: type) -> dict[str, FieldInfo]:
+    """The settings of a class with their types, bounds, defaults and descriptions; empty where it has none."""
+    described: dict[str, FieldInfo] | None = getattr(cls, "__pydantic_fields__", None)
+    if described is not None or not dataclasses.is_dataclass(cls):
+        return described or {}
+    fields = dataclasses.fields(cls)  # a user's class may be a plain dataclass
+    return {f.name: FieldInfo.from_annotated_attribute(cast("type", f.type), f) for f in fields}
+
+
+def default_of(field: FieldInfo) -> object:
+    """The default of a setting."""
+    return field.get_default(call_default_factory=True, validated_data={})
 
 
 def spec_of(method: object) -> str:
-    """The text form of a method, naming only what differs from the defaults; `parse` reads it back."""
+    """The text form of a method with the settings that differ from their defaults; `parse` reads it back."""
     name = str(getattr(method, "name", "") or type(method).__name__)
-    changed = []
-    # A user's own class may do without settings.
-    for field in dataclasses.fields(cast(Any, method)) if dataclasses.is_dataclass(method) else ():
-        value = getattr(method, field.name)
-        default = field.default if field.default is not dataclasses.MISSING else None
-        if isinstance(default, pydantic.fields.FieldInfo):
-            default = default.get_default(call_default_factory=True, validated_data={})
-        if value != default:
-            changed.append(f"{field.name}={_text(value)}")
+    values = {key: (getattr(method, key), default_of(field)) for key, field in fields_of(type(method)).items()}
+    changed = [f"{key}={_text(value)}" for key, (value, default) in values.items() if value != default]
     return name + (":" + ",".join(changed) if changed else "")
 
 
@@ -58,9 +69,9 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def parse_settings(text: str | None, *, of: str) -> dict[str, Any]:
-    """`"a=1,b=x/y"` as a dictionary of strings; a value with slashes stays text until its field's type reads it."""
-    pairs: dict[str, Any] = {}
+def parse_settings(text: str | None, *, of: str) -> dict[str, str]:
+    """`"a=1,b=x/y"` as a dictionary of texts, which the types of the fields read later."""
+    pairs: dict[str, str] = {}
     for part in (text or "").split(",") if text else []:
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
@@ -71,26 +82,28 @@ def parse_settings(text: str | None, *, of: str) -> dict[str, Any]:
     return pairs
 
 
-def build(cls: type[T], values: Mapping[str, Any], *, of: str) -> T:
-    """An instance of a settings class from text values, or one clear line on what does not fit."""
-    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls)) if f.init}
+def build(cls: type[T], values: Mapping[str, object], *, of: str) -> T:
+    """An instance of a settings class from values or their texts; what does not fit raises one clear line."""
+    fields = fields_of(cls)
     for key in values:
         if key not in fields:
-            have = ", ".join(fields) or "none"
-            raise UserError(f"'{of}' has no setting '{key}'; its settings: {have}.")
+            raise UserError(f"'{of}' has no setting '{key}'; its settings: {', '.join(fields) or 'none'}.")
     try:
-        return cls(**{k: _sequence(v, fields[k]) for k, v in values.items()})
+        return cls(**{key: _read_tuple(value, fields[key]) for key, value in values.items()})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"]) or "settings"
-        raise UserError(f"'{of}': {where}={shown(first['input'])}: {first['msg'].lower()}.") from None
+        raise UserError(f"'{of}': {first_error(error)}") from None
 
 
-def _sequence(value: Any, field: dataclasses.Field[Any]) -> Any:
+def first_error(error: pydantic.ValidationError) -> str:
+    """The first thing that does not fit, as one line."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "settings"
+    return f"{place}={shown(first['input'])}: {first['msg'].lower()}."
+
+
+def _read_tuple(value: object, field: FieldInfo) -> object:
     """Tuples are written with slashes: `layers=conv1/conv2`."""
-    if isinstance(value, str) and "tuple[" in str(field.type):
-        return tuple(value.split("/"))
-    return value
+    return tuple(value.split("/")) if isinstance(value, str) and "tuple[" in str(field.annotation) else value
 
 
 def split_chain(text: str) -> list[str]:
@@ -101,14 +114,14 @@ def split_chain(text: str) -> list[str]:
     return [p.strip() for p in parts]
 
 
-def load_object(path: str, *, kind: str) -> Any:
-    """Import `pkg.mod:object`, on the user's explicit word only. The current folder is searched too."""
+def load_object(path: str, *, kind: str) -> object:
+    """Import `pkg.mod:object`, which a user named explicitly. The current folder is searched too."""
     match = _IMPORT.fullmatch(path)
     if not match:
         raise UserError(f"'{path}' is not of the form pkg.mod:object.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(match["path"])
     except ImportError as error:
@@ -117,7 +130,8 @@ def load_object(path: str, *, kind: str) -> Any:
         raise UserError(f"importing {kind} '{path}' raised {type(error).__name__}: {error}") from None
     if not hasattr(module, match["object"]):
         raise UserError(f"module '{match['path']}' has no '{match['object']}' (asked for as {kind}).")
-    return getattr(module, match["object"])
+    loaded: object = getattr(module, match["object"])
+    return loaded
 
 
 class Registry(Generic[T]):
@@ -125,17 +139,15 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, package: str | None = None):
         self.kind = kind
-        self._package = package  # imported on first look-up, so that its files register themselves
+        self._package = package  # imported at the first look-up, so that its files register their methods
         self._entries: dict[str, type[T]] = {}
 
-    def register(self, name: str, **attributes: Any) -> Callable[[type[T]], type[T]]:
+    def register(self, name: str, **attributes: object) -> Callable[[type[T]], type[T]]:
         def add(cls: type[T]) -> type[T]:
             if name in self._entries and self._entries[name].__qualname__ != cls.__qualname__:
                 raise ValueError(f"two {self.kind}s are named '{name}'")
-            for key, value in {"name": name, **attributes}.items():
-                setattr(cls, key, value)
             self._entries[name] = cls
-            return cls
+            return _with_attributes(cls, {"name": name, **attributes})
 
         return add
 
@@ -163,23 +175,28 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def parse(self, text: str) -> T:
-        """The method that `text` writes: a registered name, or a user's own class as `pkg.mod:Class`."""
+        """The method that `text` writes: a registered name, or a user's class as `pkg.mod:Class`."""
         text = text.strip()
-        match = _SPEC.fullmatch(text)
-        if match and (match["name"] in self or not _IMPORT.fullmatch(text)):
+        match, user = _SPEC.fullmatch(text), _IMPORT.fullmatch(text)
+        if match and (match["name"] in self or not user):
             return build(self[match["name"]], parse_settings(match["settings"], of=text), of=text)
-        own = _IMPORT.fullmatch(text)
-        if not own:
+        if not user:
             raise UserError(f"'{text}' is not a {self.kind}; write name or name:key=value,key=value.")
-        path, _, given = text.partition(":")[0], None, own["settings"]
-        cls = load_object(f"{path}:{own['object']}", kind=self.kind)
+        path = f"{user['path']}:{user['object']}"
+        cls = load_object(path, kind=self.kind)
         if not isinstance(cls, type):
-            raise UserError(f"'{path}:{own['object']}' is not a class; a {self.kind} is a class.")
+            raise UserError(f"'{path}' is not a class; a {self.kind} is a class.")
         if "name" not in vars(cls):
-            cls.name = f"{path}:{own['object']}"  # type: ignore[attr-defined]
+            _with_attributes(cls, {"name": path})
         if not dataclasses.is_dataclass(cls):
             cls = settings(cls)
-        return cast(T, build(cls, parse_settings(given, of=text), of=text))
+        return build(cast("type[T]", cls), parse_settings(user["settings"], of=text), of=text)
+
+
+def _with_attributes(cls: type[T], attributes: Mapping[str, object]) -> type[T]:
+    for key, value in attributes.items():
+        setattr(cls, key, value)
+    return cls
 
 
 def import_all(package: str) -> None:
