@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 CASES = {  # the options of the training beside data, model and engine
-    "prune:ratio=0.7": "--rounds 10",
-    "precode": "--rounds 3",
-    "dcs2:steps=100": "--rounds 2 --defended 1 --local-epochs 1",  # with the 1,000 steps of the paper a round takes minutes
+    "prune:ratio=0.7": "--rounds 10 --local-epochs 2",
+    "precode": "--rounds 3 --local-epochs 2",
+    "dcs2:steps=100": "--rounds 2 --defended 1",  # with the 1,000 steps of the paper a round takes minutes
 }
 ENGINES = ("inline", "flower")
 

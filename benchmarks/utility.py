@@ -52,7 +52,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
     from gradveil import models
     from gradveil.data import load
-    from gradveil.federation import train
+    from gradveil.federation import FederationPlan, train
 
     torch.set_num_threads(1)
     data = load(job["data"], seed=job["seed"])
@@ -64,13 +64,15 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         module,
         data,
         job["defense"],
-        rounds=job["rounds"],
-        images_per_client=job["images"],
-        lr=job["lr"],
-        defended=job["defended"],
-        seed=job["seed"],
-        evaluate_every=5,
-        cosine_every=job["rounds"] - 1 if job["defense"] != "none" else 0,
+        FederationPlan(
+            rounds=job["rounds"],
+            images_per_client=job["images"],
+            lr=job["lr"],
+            defended=job["defended"],
+            seed=job["seed"],
+            evaluate_every=5,
+            cosine_every=job["rounds"] - 1 if job["defense"] != "none" else 0,
+        ),
         cache=Path(job["work"]) / "cache",
         folder=folder,
     )

@@ -13,7 +13,7 @@ from damage import CLASSES, HUGE, SHAPE, Job, Random, damaged, safetensors, text
 
 import gradveil as gv
 from gradveil.data import load
-from gradveil.federation import train
+from gradveil.federation import FederationPlan, train
 
 
 def _data() -> object:
@@ -126,7 +126,7 @@ def training_state(rng: Random, folder: Path) -> Job:
     for file in run.iterdir():
         if file.is_file() and rng.random() < 0.7:
             file.write_bytes(damaged(rng, file.read_bytes()))
-    return lambda: train(victim(), DATA, "none", rounds=2, clients=2, images_per_client=12, folder=run)
+    return lambda: train(victim(), DATA, "none", FederationPlan(rounds=2, clients=2, images_per_client=12), folder=run)
 
 
 _TRAINED: list[Path] = []
@@ -135,7 +135,7 @@ _TRAINED: list[Path] = []
 def _trained() -> Path:
     if not _TRAINED:
         folder = Path(tempfile.mkdtemp(prefix="gradveil-fuzz-")) / "run"
-        train(victim(), DATA, "none", rounds=1, clients=2, images_per_client=12, folder=folder)
+        train(victim(), DATA, "none", FederationPlan(rounds=1, clients=2, images_per_client=12), folder=folder)
         state = folder / "state.safetensors"
         content = state.read_bytes().replace(b'\\"rounds\\": 1', b'\\"rounds\\": 2')
         assert len(content) == state.stat().st_size

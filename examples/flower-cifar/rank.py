@@ -21,7 +21,7 @@ from flower_cifar.task import dataset, network
 from local import HERE
 
 import gradveil as gv
-from gradveil.federation import train
+from gradveil.federation import FederationPlan, train
 
 CANDIDATES = ("gaussian:std=0.003", "gaussian:std=0.01", "prune:ratio=0.9", "prune:ratio=0.99")
 MOST = 3.0  # points of test accuracy
@@ -39,12 +39,14 @@ def accuracy(line: str, rounds: int, out: Path) -> float:
         network(),
         dataset(),
         line,
-        rounds=rounds,
-        images_per_client=min(CONFIG["images"], len(dataset().private) // 10),
-        local_epochs=CONFIG["local-epochs"],
-        batch_size=CONFIG["batch-size"],
-        lr=CONFIG["lr"],
-        evaluate_every=rounds,
+        FederationPlan(
+            rounds=rounds,
+            images_per_client=min(CONFIG["images"], len(dataset().private) // 10),
+            local_epochs=CONFIG["local-epochs"],
+            batch_size=CONFIG["batch-size"],
+            lr=CONFIG["lr"],
+            evaluate_every=rounds,
+        ),
         folder=out / "training" / line.replace(":", "-"),
     )
     return 100 * (history.acc_test[-1] or 0.0)

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from gradveil.data import DataSet
-from gradveil.federation import Plan, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, train, train_central
 from gradveil.federation.inline import inline
 from gradveil.federation.rounds import Federation
 
 
 def test_running_statistics_are_the_mean_of_what_clients_measure(normed: nn.Module, data: DataSet) -> None:
-    plan = Plan(rounds=1, clients=3, images_per_client=16, batch_size=None, partition="dirichlet:alpha=0.4", lr=0.1)
+    plan = FederationPlan(
+        rounds=1, clients=3, images_per_client=16, batch_size=None, partition="dirichlet:alpha=0.4", lr=0.1
+    )
     federation = Federation(normed, data, "none", plan)
     before = {k: v.clone() for k, v in federation.state.items()}
     server = federation.server()
@@ -37,7 +39,12 @@ def test_running_statistics_are_the_mean_of_what_clients_measure(normed: nn.Modu
 
 
 def test_fedsgd_follows_torchs_moving_average(normed: nn.Module, data: DataSet) -> None:
-    history = train(normed, data, "none", rounds=5, clients=1, images_per_client=48, batch_size=48, fedsgd=True, lr=0.1)
+    history = train(
+        normed,
+        data,
+        "none",
+        FederationPlan(rounds=5, clients=1, images_per_client=48, batch_size=48, fedsgd=True, lr=0.1),
+    )
     local = copy.deepcopy(normed).train()
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
@@ -55,12 +62,9 @@ def test_it_learns_and_evaluates_well(normed: nn.Module, data: DataSet, fedsgd: 
         normed,
         data,
         "none",
-        rounds=60 if fedsgd else 8,
-        clients=3,
-        images_per_client=16,
-        batch_size=8,
-        lr=0.1,
-        fedsgd=fedsgd,
+        FederationPlan(
+            rounds=60 if fedsgd else 8, clients=3, images_per_client=16, batch_size=8, lr=0.1, fedsgd=fedsgd
+        ),
     )
     assert (history.acc_test[-1] or 0) > 0.9
     assert history.events == []
@@ -74,7 +78,10 @@ def test_it_learns_and_evaluates_well(normed: nn.Module, data: DataSet, fedsgd: 
 @pytest.mark.parametrize("fedsgd", [False, True])
 def test_single_images_do_no_harm(normed: nn.Module, data: DataSet, images: int, batch_size: int, fedsgd: bool) -> None:
     history = train(
-        normed, data, "none", rounds=3, clients=4, images_per_client=images, batch_size=batch_size, fedsgd=fedsgd
+        normed,
+        data,
+        "none",
+        FederationPlan(rounds=3, clients=4, images_per_client=images, batch_size=batch_size, fedsgd=fedsgd),
     )
     assert history.events == []
     assert all(bool(t.isfinite().all()) for t in history.state.values())
@@ -83,7 +90,7 @@ def test_single_images_do_no_harm(normed: nn.Module, data: DataSet, images: int,
 
 def test_central_training_with_an_odd_image(normed: nn.Module, make_data: Callable[..., DataSet]) -> None:
     data = make_data(41)
-    state = train_central(normed, data, "none", epochs=8, batch_size=8, lr=0.05, momentum=0.9)
+    state = train_central(normed, data, "none", CentralPlan(epochs=8, batch_size=8, lr=0.05, momentum=0.9))
     module = copy.deepcopy(normed).eval()
     module.load_state_dict(state)
     right = module((data.test.x - data.mean) / data.std).argmax(1) == data.test.y
@@ -94,13 +101,13 @@ def test_dropout_draws_from_the_seed_and_leaves_the_global_stream(dropping: nn.M
     how = {"rounds": 3, "clients": 3, "images_per_client": 16, "batch_size": 8}
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = train(dropping, data, "none", seed=4, **how)
+    one = train(dropping, data, "none", FederationPlan(seed=4, **how))
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
-    two = train(dropping, data, "none", seed=4, **how)
+    two = train(dropping, data, "none", FederationPlan(seed=4, **how))
     assert all(torch.equal(one.state[n], two.state[n]) for n in one.state)
     dropping[3].p = 0.0
-    off = train(dropping, data, "none", seed=4, **how)
+    off = train(dropping, data, "none", FederationPlan(seed=4, **how))
     assert not torch.equal(one.state["1.weight"], off.state["1.weight"])
 
 
@@ -122,6 +129,6 @@ class Counting(nn.Module):
 
 def test_buffers_that_training_changes_are_averaged(data: DataSet) -> None:
     module = Counting()
-    history = train(module, data, "none", rounds=2, clients=2, images_per_client=10, batch_size=4)
+    history = train(module, data, "none", FederationPlan(rounds=2, clients=2, images_per_client=10, batch_size=4))
     assert float(history.state["seen"]) == 20  # ten a client and round
     assert float(module.seen) == 0

@@ -14,7 +14,7 @@ from gradveil.core.types import Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.federation import Plan, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, train, train_central
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.rounds import Federation
 
@@ -57,11 +57,11 @@ class Broken(Defense):
     ],
 )
 def test_a_fault_costs_one_update_and_no_more(plain: nn.Module, data: DataSet, how: str, words: str) -> None:
-    history = train(plain, data, Broken(how), defended=1, **SMALL)
+    history = train(plain, data, Broken(how), FederationPlan(defended=1, **SMALL))
     assert [(e["round"], e["client"]) for e in history.events] == [(1, 0), (2, 0)]
     assert all(words in e["what"] and "\n" not in e["what"] for e in history.events)
     # The others' mean is what a round without the first client gives.
-    federation = Federation(plain, data, "none", Plan(**SMALL))
+    federation = Federation(plain, data, "none", FederationPlan(**SMALL))
     server = federation.server()
     for round in range(2):
         server.aggregate(round, [federation.participant(k).reply(server.state, round) for k in (1, 2)])
@@ -70,7 +70,7 @@ def test_a_fault_costs_one_update_and_no_more(plain: nn.Module, data: DataSet, h
 
 @pytest.mark.parametrize("how", ["raise", "nan"])
 def test_with_nobody_left_the_state_stays(plain: nn.Module, data: DataSet, how: str) -> None:
-    history = train(plain, data, Broken(how), **SMALL)
+    history = train(plain, data, Broken(how), FederationPlan(**SMALL))
     assert all(torch.equal(history.state[n], t) for n, t in plain.state_dict().items())
     assert [e["what"] for e in history.events if e["client"] is None] == ["no update was left; the state stays"] * 2
     assert len(history.acc_test) == 2
@@ -78,18 +78,18 @@ def test_with_nobody_left_the_state_stays(plain: nn.Module, data: DataSet, how: 
 
 def test_bad_input_is_no_fault_of_a_client(plain: nn.Module, data: DataSet) -> None:
     with pytest.raises(UserError, match="does not fit"):
-        train(plain, data, Broken("refuse"), **SMALL)
+        train(plain, data, Broken("refuse"), FederationPlan(**SMALL))
 
 
 def test_broken_batch_norm_statistics_are_left_out(normed: nn.Module, data: DataSet) -> None:
-    history = train(normed, data, Broken("huge"), defended=1, **SMALL)
+    history = train(normed, data, Broken("huge"), FederationPlan(defended=1, **SMALL))
     assert {e["client"] for e in history.events} == {0}
     assert all(bool(t.isfinite().all()) for t in history.state.values())
 
 
 def test_central_training_says_why_it_broke_off(plain: nn.Module, data: DataSet) -> None:
     with pytest.raises(UserError, match="step 1 of 2: left out: sent values that are not finite"):
-        train_central(plain, data, Broken("nan"), epochs=2, batch_size=48, lr=0.1, momentum=0)
+        train_central(plain, data, Broken("nan"), CentralPlan(epochs=2, batch_size=48, lr=0.1, momentum=0))
 
 
 def _reply(client: int, size: float, examples: int = 5, **buffers: torch.Tensor) -> Reply:

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradveil.core.errors import UserError
 from gradveil.data import DataSet
-from gradveil.federation import History, Plan, train
+from gradveil.federation import FederationPlan, History, train
 from gradveil.federation.faults import Failure, Reply
 from gradveil.federation.rounds import Federation
 
@@ -80,12 +80,15 @@ def test_the_engines_agree_to_the_last_bit(
 ) -> None:
     module = request.getfixturevalue(network)
     options = {"rounds": 3, "seed": 7, **SMALL, **how}
-    same(train(module, data, defense, **options), train(module, data, defense, engine="flower", **options))
+    same(
+        train(module, data, defense, FederationPlan(**options)),
+        train(module, data, defense, FederationPlan(engine="flower", **options)),
+    )
 
 
 def without_the_first(module: nn.Module, data: DataSet, rounds: int) -> dict[str, torch.Tensor]:
     """The state after rounds in which only clients 1 and 2 took part."""
-    federation = Federation(module, data, "none", Plan(rounds=rounds, **SMALL))
+    federation = Federation(module, data, "none", FederationPlan(rounds=rounds, **SMALL))
     server = federation.server()
     participants = [federation.participant(k) for k in (1, 2)]
     for round in range(rounds):
@@ -119,7 +122,9 @@ def test_a_fault_costs_one_update_and_no_more(
 ) -> None:
     defense = Moody(str(tmp_path), faults)
     many = len(faults)
-    history = train(plain, data, defense, rounds=many, defended=1, engine=engine, deadline=deadline, **SMALL)
+    history = train(
+        plain, data, defense, FederationPlan(rounds=many, defended=1, engine=engine, deadline=deadline, **SMALL)
+    )
     assert [(e["round"], e["client"]) for e in history.events] == [(i + 1, 0) for i in range(many)]
     for how, event in zip(faults, history.events, strict=True):
         assert WORDS[how] in event["what"], (how, event)
@@ -139,16 +144,16 @@ def test_it_goes_on_where_it_stood_and_tells_engines_apart(plain: nn.Module, dat
         if what.startswith("training") and done == 1:
             raise Stopped
 
-    how = {"rounds": 3, "engine": "flower", "folder": tmp_path, **SMALL}
+    how = {"rounds": 3, "engine": "flower", **SMALL}
     with pytest.raises(Stopped):  # what the server's side raises comes out, and nothing is left running
-        train(plain, data, "none", progress=stop, **how)
+        train(plain, data, "none", FederationPlan(**how), folder=tmp_path, progress=stop)
     import ray
 
     assert not ray.is_initialized()
-    resumed = train(plain, data, "none", **how)
-    same(resumed, train(plain, data, "none", rounds=3, **SMALL))
+    resumed = train(plain, data, "none", FederationPlan(**how), folder=tmp_path)
+    same(resumed, train(plain, data, "none", FederationPlan(rounds=3, **SMALL)))
     with pytest.raises(UserError, match="engine=flower, not inline"):
-        train(plain, data, "none", **{**how, "engine": "inline"})
+        train(plain, data, "none", FederationPlan(**{**how, "engine": "inline"}), folder=tmp_path)
 
 
 # -- the carrier alone, on a grid that plays the nodes -------------------------------------------------------------------
@@ -189,7 +194,7 @@ class FakeGrid:
 
 
 def carrier(grid: FakeGrid, begun: Path, deadline: float | None = None) -> flower_engine._Carrier:
-    plan = Plan(rounds=1, clients=len(grid.nodes), deadline=deadline)
+    plan = FederationPlan(rounds=1, clients=len(grid.nodes), deadline=deadline)
     return flower_engine._Carrier(grid, plan, begun, threading.Event())  # type: ignore[arg-type]
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.settings import build
 from gradveil.data import DataSet
-from gradveil.federation import History, train
+from gradveil.federation import FederationPlan, History, train
 from gradveil.storage.files import LOCK
 
 SMALL: dict[str, Any] = {"clients": 3, "images_per_client": 12, "batch_size": 5, "lr": 0.1}
@@ -29,9 +30,9 @@ def same(one: History, other: History) -> None:
 @pytest.mark.parametrize("defense", ["none", "gaussian:std=0.01", "mixup"])
 def test_one_seed_one_result(plain: nn.Module, data: DataSet, defense: str) -> None:
     how = {"rounds": 3, "sampled": 2, "partition": "dirichlet", **SMALL}
-    one = train(plain, data, defense, seed=3, **how)
-    same(one, train(plain, data, defense, seed=3, **how))
-    other = train(plain, data, defense, seed=4, **how)
+    one = train(plain, data, defense, FederationPlan(seed=3, **how))
+    same(one, train(plain, data, defense, FederationPlan(seed=3, **how)))
+    other = train(plain, data, defense, FederationPlan(seed=4, **how))
     assert any(not torch.equal(one.state[n], other.state[n]) for n in one.state)
 
 
@@ -54,17 +55,19 @@ def test_a_resumed_run_equals_an_undisturbed_one(
 ) -> None:
     module = request.getfixturevalue(network)
     how = {"rounds": 5, "fedsgd": fedsgd, "schedule": "exponential:gamma=0.9", **SMALL}
-    undisturbed = train(module, data, "gaussian:std=0.001", **how)
+    undisturbed = train(module, data, "gaussian:std=0.001", FederationPlan(**how))
     for stop in (2, 4):
         with pytest.raises(Killed):
-            train(module, data, "gaussian:std=0.001", folder=tmp_path, progress=killed_after(stop), **how)
+            train(
+                module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path, progress=killed_after(stop)
+            )
         assert len(json.loads((tmp_path / "history.json").read_text())["acc_test"]) == stop
-    resumed = train(module, data, "gaussian:std=0.001", folder=tmp_path, **how)
+    resumed = train(module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path)
     same(undisturbed, resumed)
     stored = load_file(tmp_path / "state.safetensors")
     assert all(torch.equal(stored[n], t) for n, t in undisturbed.state.items())
     began = (tmp_path / "state.safetensors").stat().st_mtime_ns
-    same(undisturbed, train(module, data, "gaussian:std=0.001", folder=tmp_path, **how))
+    same(undisturbed, train(module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path))
     assert (tmp_path / "state.safetensors").stat().st_mtime_ns == began  # nothing was left to do
     assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "history.json", "state.safetensors"]
 
@@ -82,40 +85,41 @@ def test_a_resumed_run_equals_an_undisturbed_one(
 def test_another_run_does_not_go_on_here(
     plain: nn.Module, data: DataSet, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    how = {"rounds": 2, "defense": "none", "folder": tmp_path, **SMALL}
-    train(plain, data, **how)
+    how = {"rounds": 2, **SMALL}
+    train(plain, data, "none", FederationPlan(**how), folder=tmp_path)
     before = (tmp_path / "history.json").read_bytes()
     with pytest.raises(UserError, match=words):
-        train(plain, data, **{**how, **change})
+        defense = change.pop("defense", "none")
+        train(plain, data, defense, FederationPlan(**{**how, **change}), folder=tmp_path)
     assert (tmp_path / "history.json").read_bytes() == before
 
 
 def test_another_model_or_other_images_do_not_go_on_here(
     plain: nn.Module, dropping: nn.Module, make_data: Any, tmp_path: Path
 ) -> None:
-    train(plain, make_data(48), "none", rounds=1, folder=tmp_path, **SMALL)
+    train(plain, make_data(48), "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path)
     with pytest.raises(UserError, match="another model"):
-        train(dropping, make_data(48), "none", rounds=1, folder=tmp_path, **SMALL)
+        train(dropping, make_data(48), "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path)
     changed = make_data(48)
     changed.private.x[0] = 0
     with pytest.raises(UserError, match="other images"):
-        train(plain, changed, "none", rounds=1, folder=tmp_path, **SMALL)
+        train(plain, changed, "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path)
 
 
 def test_folders_that_cannot_be_used(plain: nn.Module, data: DataSet, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write there"):
-        train(plain, data, "none", rounds=1, folder=tmp_path / "file", **SMALL)
+        train(plain, data, "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path / "file")
     (tmp_path / "history.json").write_text("{}")
     with pytest.raises(UserError, match="choose another folder"):
-        train(plain, data, "none", rounds=1, folder=tmp_path, **SMALL)
+        train(plain, data, "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path)
     (tmp_path / "state.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match="not the state of a training run"):
-        train(plain, data, "none", rounds=1, folder=tmp_path, **SMALL)
+        train(plain, data, "none", FederationPlan(rounds=1, **SMALL), folder=tmp_path)
 
 
 def test_history_survives_json_even_after_a_disaster(plain: nn.Module, data: DataSet) -> None:
-    history = train(plain, data, "none", rounds=3, **{**SMALL, "lr": 1e18})
+    history = train(plain, data, "none", FederationPlan(rounds=3, **{**SMALL, "lr": 1e18}))
     text = json.dumps(history.to_json(), allow_nan=False)
     back = History.from_json(json.loads(text), history.state)
     same(history, back)
@@ -130,7 +134,7 @@ def test_rounds_to_counts_from_one_and_skips_what_was_not_measured() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"engine": "infline"}, "did you mean 'inline'"),
+        ({"engine": "infline"}, "'inline' or 'flower'"),
         ({"rounds": 0}, "rounds=0"),
         ({"lr": float("nan")}, "lr"),
         ({"defended": 4}, "how many of the 3 clients"),
@@ -143,5 +147,5 @@ def test_rounds_to_counts_from_one_and_skips_what_was_not_measured() -> None:
 )
 def test_bad_input_is_told_in_one_line(plain: nn.Module, data: DataSet, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
-        train(plain, data, "none", **{"rounds": 1, **SMALL, **change})
+        train(plain, data, "none", build(FederationPlan, {"rounds": 1, **SMALL, **change}, of="train"))
     assert "\n" not in str(error.value)

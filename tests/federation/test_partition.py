@@ -49,7 +49,7 @@ def test_iid_shares_differ_by_one_image_at_most(clients: int, n: int, seed: int)
 def test_by_class_a_client_sees_that_many_classes_in_equal_shares(per_client: int, clients: int, seed: int) -> None:
     y = torch.arange(400) % 4
     if clients * per_client < 4:
-        with pytest.raises(UserError, match="nobody"):
+        with pytest.raises(UserError, match="without a client"):
             share(y, clients, f"classes:per_client={per_client}", seed)
         return
     shares = share(y, clients, f"classes:per_client={per_client}", seed)
@@ -92,7 +92,7 @@ def test_seeds_share_out_differently() -> None:
         ("iid:alpha=1", 2, "no setting 'alpha'"),
         ("dirichlet:alpha=0", 2, "alpha"),
         ("classes:per_client=9", 2, "more classes than there are"),
-        ("iid", 50, "cannot be shared out"),
+        ("iid", 50, "cannot be distributed"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(how: str, clients: int, words: str) -> None:

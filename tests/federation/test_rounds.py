@@ -16,7 +16,7 @@ from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.federation import Plan, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, train, train_central
 from gradveil.federation.inline import inline
 from gradveil.federation.rounds import Federation
 
@@ -43,7 +43,7 @@ def test_fedavg_is_the_mean_of_local_models_weighted_by_examples(
     plain: nn.Module, data: DataSet, momentum: float
 ) -> None:
     how = {"lr": 0.2, "momentum": momentum, "weight_decay": 0.01}
-    plan = Plan(
+    plan = FederationPlan(
         rounds=2,
         clients=3,
         images_per_client=16,
@@ -69,7 +69,12 @@ def test_fedavg_is_the_mean_of_local_models_weighted_by_examples(
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fedsgd_with_one_client_is_plain_sgd(plain: nn.Module, data: DataSet, momentum: float) -> None:
     how = {"lr": 0.2, "momentum": momentum, "weight_decay": 0.01}
-    history = train(plain, data, "none", rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how)
+    history = train(
+        plain,
+        data,
+        "none",
+        FederationPlan(rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how),
+    )
     close(history.state, sgd(plain, data, [data.private] * 6, **how).state_dict())
 
 
@@ -79,13 +84,9 @@ def test_fedsgd_of_all_clients_is_sgd_on_all_images(plain: nn.Module, data: Data
         plain,
         data,
         "none",
-        rounds=4,
-        clients=5,
-        images_per_client=9,
-        batch_size=None,
-        partition="dirichlet",
-        fedsgd=True,
-        **how,
+        FederationPlan(
+            rounds=4, clients=5, images_per_client=9, batch_size=None, partition="dirichlet", fedsgd=True, **how
+        ),
     )
     close(history.state, sgd(plain, data, [data.private[:45]] * 4, **how).state_dict())
 
@@ -93,7 +94,7 @@ def test_fedsgd_of_all_clients_is_sgd_on_all_images(plain: nn.Module, data: Data
 @pytest.mark.parametrize("fedsgd", [True, False])
 def test_a_pass_takes_every_image_once_in_an_order_of_its_own(plain: nn.Module, data: DataSet, fedsgd: bool) -> None:
     federation = Federation(
-        plain, data, "none", Plan(rounds=1, clients=3, images_per_client=15, batch_size=4, fedsgd=fedsgd)
+        plain, data, "none", FederationPlan(rounds=1, clients=3, images_per_client=15, batch_size=4, fedsgd=fedsgd)
     )
     client = federation.participant(1)
     assert client.rounds_per_pass == (4 if fedsgd else 1)
@@ -107,12 +108,12 @@ def test_a_pass_takes_every_image_once_in_an_order_of_its_own(plain: nn.Module, 
 
 def test_central_training_is_sgd_in_mini_batches(plain: nn.Module, data: DataSet) -> None:
     federation = Federation(
-        plain, data, "none", Plan(rounds=1, clients=1, images_per_client=None, batch_size=20, fedsgd=True)
+        plain, data, "none", FederationPlan(rounds=1, clients=1, images_per_client=None, batch_size=20, fedsgd=True)
     )
     client = federation.participant(0)
     batches = [client.images[client._order(r)] for r in range(6)]
     assert [len(b) for b in batches] == [20, 20, 8] * 2
-    state = train_central(plain, data, "none", epochs=2, batch_size=20, lr=0.1, momentum=0.9)
+    state = train_central(plain, data, "none", CentralPlan(epochs=2, batch_size=20, lr=0.1, momentum=0.9))
     close(state, sgd(plain, data, batches, lr=0.1, momentum=0.9).state_dict())
 
 
@@ -137,12 +138,12 @@ class Darken(Defense):
 
 def test_stages_act_as_often_as_they_should(plain: nn.Module, data: DataSet) -> None:
     defense = Darken()
-    train(plain, data, defense, rounds=3, clients=2, images_per_client=10, local_epochs=2, batch_size=4)
+    train(plain, data, defense, FederationPlan(rounds=3, clients=2, images_per_client=10, local_epochs=2, batch_size=4))
     assert defense.counts == {"data": 2, "gradient": 3 * 2 * 2 * 3, "update": 3 * 2}
 
 
 def test_the_defense_acts_on_the_defended_and_on_nobody_else(plain: nn.Module, data: DataSet) -> None:
-    plan = Plan(rounds=1, clients=4, images_per_client=12, batch_size=None, lr=0.1, momentum=0, defended=1)
+    plan = FederationPlan(rounds=1, clients=4, images_per_client=12, batch_size=None, lr=0.1, momentum=0, defended=1)
     replies = []
     for defense in ("none", Darken()):
         federation = Federation(plain, data, defense, plan)
@@ -156,15 +157,17 @@ def test_the_defense_acts_on_the_defended_and_on_nobody_else(plain: nn.Module, d
 
 
 def test_a_changed_network_is_run_by_all(plain: nn.Module, data: DataSet) -> None:
-    history = train(plain, data, "precode:k=4", rounds=2, clients=3, images_per_client=8, defended=1)
+    history = train(plain, data, "precode:k=4", FederationPlan(rounds=2, clients=3, images_per_client=8, defended=1))
     assert any("bottleneck" in name for name in history.state)
     assert history.events == []
     assert not any("bottleneck" in name for name in plain.state_dict())
 
 
 def test_accuracies_are_those_of_the_final_state(plain: nn.Module, data: DataSet) -> None:
-    history = train(plain, data, "none", rounds=3, clients=4, images_per_client=12, defended=2, lr=0.2, batch_size=4)
-    federation = Federation(plain, data, "none", Plan(rounds=3, clients=4, images_per_client=12))
+    history = train(
+        plain, data, "none", FederationPlan(rounds=3, clients=4, images_per_client=12, defended=2, lr=0.2, batch_size=4)
+    )
+    federation = Federation(plain, data, "none", FederationPlan(rounds=3, clients=4, images_per_client=12))
     module = copy.deepcopy(plain)
     module.load_state_dict(history.state)
 
@@ -181,15 +184,17 @@ def test_accuracies_are_those_of_the_final_state(plain: nn.Module, data: DataSet
 
 def test_the_cosine_tells_a_scaled_update_from_a_turned_one(plain: nn.Module, data: DataSet) -> None:
     how = {"rounds": 3, "clients": 2, "images_per_client": 12, "cosine_every": 2}
-    clipped = train(plain, data, "clip:norm=0.001", **how).gradient_cosine
-    noisy = train(plain, data, "gaussian:std=1", **how).gradient_cosine
+    clipped = train(plain, data, "clip:norm=0.001", FederationPlan(**how)).gradient_cosine
+    noisy = train(plain, data, "gaussian:std=1", FederationPlan(**how)).gradient_cosine
     assert clipped[0] == pytest.approx(1) and clipped[1] is None and clipped[2] == pytest.approx(1)
     assert abs(noisy[0] or 0) < 0.5
 
 
 def test_traffic_counts_what_is_sent(plain: nn.Module, data: DataSet) -> None:
     entries = sum(p.numel() for p in plain.parameters())
-    history = train(plain, data, "prune:ratio=0.75", rounds=1, clients=3, images_per_client=8, sampled=2)
+    history = train(
+        plain, data, "prune:ratio=0.75", FederationPlan(rounds=1, clients=3, images_per_client=8, sampled=2)
+    )
     assert history.bytes_sent == [2 * 4 * entries]
     assert 0 < history.nonzero_sent[0] < 0.35 * 2 * entries
 
@@ -201,7 +206,10 @@ def test_learning_works_on_digits(make_data: Callable[..., DataSet]) -> None:
     digits = load("mnist-5k")
     module = build("cnn", input_shape=digits.input_shape, num_classes=10, seed=0)
     history = train(
-        module, digits, "none", rounds=8, clients=5, images_per_client=200, evaluate_every=4, local_epochs=2
+        module,
+        digits,
+        "none",
+        FederationPlan(rounds=8, clients=5, images_per_client=200, evaluate_every=4, local_epochs=2),
     )
     assert [a is None for a in history.acc_test] == [True, True, True, False] * 2
     assert (history.acc_test[-1] or 0) > 0.75

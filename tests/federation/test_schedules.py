@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradveil.core.errors import UserError
-from gradveil.federation.plan import Plan
-from gradveil.federation.schedules import DCS2, schedule
+from gradveil.federation.plan import DCS2, FederationPlan
+from gradveil.federation.schedules import schedule
 
 
 def test_constant_and_step() -> None:
@@ -28,7 +28,7 @@ def test_exponential() -> None:
     ],
 )
 def test_the_federations_of_dcs2(name: str, rounds: int, images: int, rates: dict[int, float]) -> None:
-    plan = Plan(**DCS2[name])
+    plan = DCS2[name]
     assert (plan.rounds, plan.clients, plan.images_per_client, plan.num_defended) == (rounds, 10, images, 1)
     assert {r: plan.learning_rate(r) for r in rates} == pytest.approx(rates)
     assert plan.local_training(0).momentum == 0.9
@@ -37,13 +37,13 @@ def test_the_federations_of_dcs2(name: str, rounds: int, images: int, rates: dic
 @pytest.mark.parametrize("text", ["cosine", "exponential:gamma=0", "exponential:gamma=2", "step:every=0"])
 def test_wrong_schedules_are_refused(text: str) -> None:
     with pytest.raises(UserError):
-        Plan(rounds=1, schedule=text)
+        FederationPlan(rounds=1, schedule=text)
 
 
 def test_sampling_is_by_round_and_seed() -> None:
-    plan = Plan(rounds=5, clients=10, sampled=4)
+    plan = FederationPlan(rounds=5, clients=10, sampled=4)
     drawn = [plan.chosen(r) for r in range(5)]
     assert all(len(set(d)) == 4 and max(d) < 10 for d in drawn)
     assert len({tuple(d) for d in drawn}) > 1
-    assert drawn == [Plan(rounds=9, clients=10, sampled=4).chosen(r) for r in range(5)]
-    assert Plan(rounds=1, clients=3).chosen(0) == [0, 1, 2]
+    assert drawn == [FederationPlan(rounds=9, clients=10, sampled=4).chosen(r) for r in range(5)]
+    assert FederationPlan(rounds=1, clients=3).chosen(0) == [0, 1, 2]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil import models
 from gradveil.attacks.base import Attack, Target
@@ -21,7 +21,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, OutOfMemory, out_of_memory
 from gradveil.auditing.plan import Cell
-from gradveil.auditing.spec import CONTROL, Utility
+from gradveil.auditing.spec import CONTROL, UtilityTraining
 from gradveil.auditing.store import RunFolder
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
@@ -30,7 +30,7 @@ from gradveil.core.randomness import seeded
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
-from gradveil.federation import History, train, train_central
+from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.storage.files import DiskFull
 
@@ -331,32 +331,30 @@ def _baseline(work: Work) -> Result:
 def _train(work: Work) -> Result:
     """The state in which the model is attacked, trained under the same defense."""
     case, spec = work.case, work.case.spec
-    shared: dict[str, Any] = {"seed": spec.seed, "progress": work.stage, "cache": work.folder.cache}
     if spec.trained_epochs:
-        epochs = spec.trained_epochs
-        return {}, train_central(case.server, case.data, work.defense, epochs=epochs, loss=case.loss, **shared)
-    federation = _federation(case, Utility())
-    rounds, loss = spec.trained_rounds, spec.loss
-    history = train(case.server, case.data, work.defense, rounds=rounds, loss=loss, **federation, **shared)
+        plan = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed)
+        loss, cache = case.loss, work.folder.cache
+        return {}, train_central(
+            case.server, case.data, work.defense, plan, loss=loss, cache=cache, progress=work.stage
+        )
+    history = _federated(work, case.server, UtilityTraining(rounds=spec.trained_rounds))
     return {"history": _curves(history)}, history.state
 
 
 def _utility(work: Work) -> Result:
-    case, how = work.case, work.case.spec.utility
-    assert how is not None
-    data, seed = case.data, case.spec.seed
-    module = models.build(how.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
-    shared: dict[str, Any] = {"seed": seed, "progress": work.stage, "cache": work.folder.cache}
-    shared["loss"] = case.spec.loss
-    history = train(module, data, work.defense, rounds=how.rounds, **_federation(case, how), **shared)
+    data, training = work.case.data, work.case.spec.utility
+    assert training is not None
+    seed = work.case.spec.seed
+    module = models.build(training.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
+    history = _federated(work, module, training)
     return {"history": _curves(history), "events": history.events}, None
 
 
-def _federation(case: Case, how: Utility) -> dict[str, Any]:
-    """As many clients and images as asked for, or as there are."""
-    clients = min(how.clients, len(case.data.private))
-    images = min(how.images, len(case.data.private) // clients)
-    return {"clients": clients, "images_per_client": images, "lr": how.lr, "defended": how.defended}
+def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> History:
+    case = work.case
+    plan = training.plan(len(case.data.private), case.spec.seed)
+    cache = work.folder.cache
+    return train(module, case.data, work.defense, plan, loss=case.spec.loss, cache=cache, progress=work.stage)
 
 
 def _curves(history: History) -> dict[str, list[float | None]]:

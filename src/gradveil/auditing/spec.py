@@ -17,6 +17,7 @@ from gradveil.core.errors import UserError, shown, unknown
 from gradveil.core.losses import DEFAULT
 from gradveil.core.types import Level
 from gradveil.defenses.base import Defense
+from gradveil.federation import FederationPlan
 
 SUITE = "standard"
 CONTROL = "none"
@@ -24,7 +25,7 @@ CONTROL = "none"
 FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
 
 
-class Utility(BaseModel):
+class UtilityTraining(BaseModel):
     """The federated training that measures what a defense costs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +36,19 @@ class Utility(BaseModel):
     model: str = "cnn"
     lr: float = Field(0.05, gt=0)
     defended: Literal["all"] | Annotated[int, Field(ge=1)] = "all"  # or how many clients: crafting defenses cost much
+
+    def plan(self, available: int, seed: int) -> FederationPlan:
+        """As many clients and images as asked for, or as `available` images allow."""
+        clients = min(self.clients, available)
+        images = min(self.images, available // clients)
+        return FederationPlan(
+            rounds=self.rounds,
+            clients=clients,
+            images_per_client=images,
+            lr=self.lr,
+            defended=self.defended,
+            seed=seed,
+        )
 
 
 class AuditSpec(BaseModel):
@@ -58,7 +72,7 @@ class AuditSpec(BaseModel):
     seed: int = Field(0, ge=0)
     updates: int = Field(1, ge=1)  # of the same batch, as the server sees them
     num_classes: int | None = Field(None, ge=2)
-    utility: Utility | None = None
+    utility: UtilityTraining | None = None
     pictures: Literal["none", "blurred", "shown"] = "blurred"
 
     @field_validator("data", "model", mode="before")

@@ -60,8 +60,9 @@ def command(
 
     from gradveil import models
     from gradveil.core.losses import DEFAULT
+    from gradveil.core.settings import build
     from gradveil.data import load
-    from gradveil.federation import train
+    from gradveil.federation import FederationPlan, train
 
     options: dict[str, Any] = {
         "rounds": rounds,
@@ -79,13 +80,13 @@ def command(
         "defended": defended,
         "deadline": deadline,
         "seed": seed,
-        **({"loss": loss} if loss != DEFAULT else {}),
+        "engine": engine.value,
     }
     found = load(data, seed=seed, rows=loss != DEFAULT)
     if images_per_client is None and clients > 0:
         options["images_per_client"] = max(1, len(found.private) // clients)
     module = models.build(model, input_shape=found.input_shape, num_classes=found.num_classes, seed=seed)
-    folder = out or _default_folder(data, model, defense, {**options, "engine": engine.value})
+    folder = out or _default_folder(data, model, defense, {**options, "loss": loss})
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bars:
@@ -99,11 +100,11 @@ def command(
                 module,
                 found,
                 defense,
-                engine=engine.value,
+                build(FederationPlan, options, of="train"),
+                loss=loss,
                 progress=show,
                 cache=folder / "cache",
                 folder=folder,
-                **options,
             )
         except KeyboardInterrupt:
             typer.echo(f"gradveil: stopped; the same command goes on from {folder}.", err=True)

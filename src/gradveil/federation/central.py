@@ -1,51 +1,69 @@
-"""Training in one place, under a defense: one client that holds the whole private part and sends every gradient.
+"""Training in one place under a defense: one client holds all private images and sends the gradient of every step.
 
-It is FedSGD with a single client, so the defense acts on every step as it would in an audit of single gradients.
+It is FedSGD with one client, so the defense acts on every step as it does in an audit of single gradients.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field
 from torch import nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, cross_entropy
-from gradveil.core.settings import build
+from gradveil.core.progress import Progress
+from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
-from gradveil.federation.plan import Plan
-from gradveil.federation.rounds import Federation, Progress
+from gradveil.federation.plan import FederationPlan
+from gradveil.federation.rounds import Federation
+
+
+@settings
+class CentralPlan:
+    """Passes of SGD over the private images in mini-batches, shuffled in every pass."""
+
+    epochs: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=64, ge=1)
+    lr: float = Field(default=0.05, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    seed: int = Field(default=0, ge=0)
+
+    def federation(self) -> FederationPlan:
+        """The same as a federation of one client; how many rounds a pass takes depends on the data."""
+        return FederationPlan(
+            clients=1,
+            fedsgd=True,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            seed=self.seed,
+        )
 
 
 def train_central(
     module: nn.Module,
     data: DataSet,
     defense: str | Defense,
+    plan: CentralPlan,
     *,
-    epochs: int,
-    batch_size: int = 64,
-    lr: float = 0.05,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    seed: int = 0,
     loss: Loss = cross_entropy,
-    progress: Progress | None = None,
     cache: Path | None = None,
+    progress: Progress | None = None,
 ) -> Tensors:
-    """The state after `epochs` passes of SGD over the private part in mini-batches, shuffled in every pass."""
-    values = {"batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "seed": seed}
-    fixed = {"rounds": epochs, "clients": 1, "images_per_client": None, "fedsgd": True}
-    plan = build(Plan, {**values, **fixed}, of="central training")
-    federation = Federation(module, data, defense, plan, loss=loss, cache=cache, progress=progress)
+    """The state of a copy of `module` after the training."""
+    federation = Federation(module, data, defense, plan.federation(), loss=loss, cache=cache, progress=progress)
     server, client = federation.server(), federation.participant(0)
-    steps = epochs * client.rounds_per_pass
+    steps = plan.epochs * client.rounds_per_pass
     for step in range(steps):
         events = server.aggregate(step, [client.reply(server.state, step)])
         if events:
-            what = f"broke off at step {step + 1} of {steps}: {events[0]['what']}"
-            raise UserError(f"training under '{federation.defense.spec}' {what}.")
+            stopped = f"stopped at step {step + 1} of {steps}: {events[0]['what']}"
+            raise UserError(f"training under '{federation.defense.spec}' {stopped}.")
         if progress:
             progress("training", step + 1, steps)
     return server.state

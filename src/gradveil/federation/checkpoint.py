@@ -29,13 +29,12 @@ _HASHED = {"model": "another model", "images": "other images"}
 class Checkpoint:
     """Stores a run round by round, and finds where it stopped."""
 
-    def __init__(self, folder: Path, federation: Federation, engine: str = "inline", loss: str = DEFAULT):
+    def __init__(self, folder: Path, federation: Federation, loss: str = DEFAULT):
         self.folder = folder
         self.configuration: dict[str, Any] = {
             **federation.plan.to_json(),
             "data": federation.data.name,
             "defense": federation.defense.spec,
-            "engine": engine,
             "model": _digest(repr(federation.module), *federation.state.values()),
             "images": _digest("", federation.images.x, federation.images.y, federation.data.test.y),
             **({"loss": loss} if loss != DEFAULT else {}),

@@ -1,4 +1,4 @@
-"""How well a state does: which images it gets right, and the loss of each, in evaluation mode."""
+"""How well a state does: which images it classifies correctly, and the loss of each, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ PIECE = 256  # images at a time
 
 
 def evaluate(task: Task, state: Tensors, batch: Batch, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """For every image whether it is classified right, and its cross entropy. `rng` is for networks that draw noise.
+    """Per image whether it is classified correctly, and its cross entropy. `rng` is for networks that draw noise.
 
-    Where targets are rows of numbers nothing is right or wrong (NaN), and the loss is the model's own.
+    Where targets are rows of numbers there is no correct class (NaN), and the loss is the one of the model.
     """
     model = task.model
-    right, loss = [], []
+    correct, loss = [], []
     with torch.no_grad():
         for x, y in zip(pieces(batch.x, PIECE), pieces(batch.y, PIECE), strict=True):
             logits = model(state, task.normalize(x), model.draw_noise(len(x), rng))
             if y.ndim == 1:
-                right.append(logits.argmax(dim=1) == y)
+                correct.append(logits.argmax(dim=1) == y)
                 loss.append(F.cross_entropy(logits, y, reduction="none"))
             else:
-                right.append(torch.full((len(y),), torch.nan))
+                correct.append(torch.full((len(y),), torch.nan))
                 loss.append(
-                    torch.stack([model.loss_fn(o, t) for o, t in zip(logits.split(1), y.split(1), strict=True)])
+                    torch.stack(
+                        [model.loss_fn(o, t) for o, t in zip(torch.split(logits, 1), torch.split(y, 1), strict=True)]
+                    )
                 )
-    return torch.cat(right), torch.cat(loss)
+    return torch.cat(correct), torch.cat(loss)

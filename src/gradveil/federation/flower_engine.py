@@ -27,7 +27,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors, Update
 from gradveil.federation.faults import Failure, Reply, too_late
 from gradveil.federation.history import History
-from gradveil.federation.plan import Plan
+from gradveil.federation.plan import FederationPlan
 from gradveil.federation.rounds import Federation, Participant, Server, run
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class _Carrier:
     died and of one whose message met an actor that was just coming back from another's death.
     """
 
-    def __init__(self, grid: Grid, plan: Plan, begun: Path, stopped: threading.Event):
+    def __init__(self, grid: Grid, plan: FederationPlan, begun: Path, stopped: threading.Event):
         self._grid, self._begun, self._stopped = grid, begun, stopped
         self._patience = None if plan.deadline is None else plan.deadline + _GRACE
         self._open: dict[str, tuple[int, int]] = {}  # messages without a reply: client, and round from 1

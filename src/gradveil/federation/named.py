@@ -1,4 +1,4 @@
-"""Small choices written as text, `name` or `name:key=value`: how data is shared out, how the learning rate moves."""
+"""Small choices written as text, `name` or `name:key=value`: partitions of the data, schedules of the learning rate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gradveil.core.settings import build, parse_settings
 T = TypeVar("T")
 
 
-def choose(kind: str, text: str, known: Mapping[str, type[T]]) -> T:
-    """The one of `known` that `text` writes, with its settings."""
-    name, _, given = text.strip().partition(":")
-    if name not in known:
-        raise unknown(kind, name, known, hint=f"There are: {', '.join(known)}.")
-    return build(known[name], parse_settings(given, of=text), of=text)
+def choose(kind: str, text: str, choices: Mapping[str, type[T]]) -> T:
+    """The one of `choices` that `text` names, with its settings."""
+    name, _, values = text.strip().partition(":")
+    if name not in choices:
+        raise unknown(kind, name, choices, hint=f"There are: {', '.join(choices)}.")
+    return build(choices[name], parse_settings(values, of=text), of=text)

@@ -14,11 +14,11 @@ from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.federation.named import choose
 
-Shares = list[Tensor]  # for each client the places of its images
+Shares = list[Tensor]  # per client the positions of its images
 
 
 class Partition(ABC):
-    """A way to share images out by their labels."""
+    """A way to distribute images over clients by their labels."""
 
     @abstractmethod
     def share(self, labels: Tensor, clients: int, rng: torch.Generator) -> Shares: ...
@@ -36,25 +36,25 @@ class Iid(Partition):
 class Dirichlet(Partition):
     """Each class is spread over the clients in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019)."""
 
-    alpha: float = Field(0.5, ge=1e-3, le=1e6)  # small: each class with few clients; large: nearly IID
+    alpha: float = Field(default=0.5, ge=1e-3, le=1e6)  # small: each class with few clients; large: nearly IID
 
     def share(self, labels: Tensor, clients: int, rng: torch.Generator) -> Shares:
-        # torch's own sampler underflows to equal shares at small alpha; numpy's does not.
+        # The sampler of torch underflows to equal shares at small alpha; the one of numpy does not.
         draw = np.random.default_rng(int(torch.randint(2**62, (1,), generator=rng)))
         held: list[list[Tensor]] = [[] for _ in range(clients)]
-        for places in _by_class(labels, rng):
+        for positions in _by_class(labels, rng):
             bounds = np.cumsum(draw.dirichlet(np.full(clients, self.alpha)))[:-1]
-            cuts = np.rint(bounds * len(places)).astype(int).tolist()
-            for own, part in zip(held, places.tensor_split(cuts), strict=True):
-                own.append(part)
-        return _no_empty_hands([torch.cat(own) for own in held])
+            cuts = np.rint(bounds * len(positions)).astype(int).tolist()
+            for parts, part in zip(held, positions.tensor_split(cuts), strict=True):
+                parts.append(part)
+        return _fill_empty([torch.cat(parts) for parts in held])
 
 
 @settings
 class Classes(Partition):
     """Each client holds images of `per_client` classes; a class is shared evenly by those who hold it."""
 
-    per_client: int = Field(2, ge=1)  # McMahan et al. 2017: two digits a client
+    per_client: int = Field(default=2, ge=1)  # McMahan et al. 2017: two digits per client
 
     def share(self, labels: Tensor, clients: int, rng: torch.Generator) -> Shares:
         groups = _by_class(labels, rng)
@@ -64,19 +64,19 @@ class Classes(Partition):
             )
         if clients * self.per_client < len(groups):
             raise UserError(
-                f"{clients} clients with {self.per_client} classes each leave some of {len(groups)} classes to nobody; "
+                f"{clients} clients with {self.per_client} classes each leave some of {len(groups)} classes without a client; "
                 f"per_client={-(-len(groups) // clients)} is the least that works."
             )
-        # Classes are dealt in turn from one shuffled round: no client gets one twice, none stays in the pack.
+        # Clients take classes in turn from one shuffled order: no client takes a class twice, and no class is left over.
         order = torch.randperm(len(groups), generator=rng).tolist()
         holders: list[list[int]] = [[] for _ in groups]
-        for hand in range(clients * self.per_client):
-            holders[order[hand % len(groups)]].append(hand // self.per_client)
+        for turn in range(clients * self.per_client):
+            holders[order[turn % len(groups)]].append(turn // self.per_client)
         held: list[list[Tensor]] = [[] for _ in range(clients)]
-        for places, who in zip(groups, holders, strict=True):
-            for client, part in zip(who, places.tensor_split(len(who)), strict=True):
+        for positions, owners in zip(groups, holders, strict=True):
+            for client, part in zip(owners, positions.tensor_split(len(owners)), strict=True):
                 held[client].append(part)
-        shares = [torch.cat(own) for own in held]
+        shares = [torch.cat(parts) for parts in held]
         if not all(len(s) for s in shares):
             raise UserError(
                 f"{len(labels)} images are too few for {clients} clients with {self.per_client} classes each."
@@ -87,24 +87,24 @@ class Classes(Partition):
 PARTITIONS: dict[str, type[Partition]] = {"iid": Iid, "dirichlet": Dirichlet, "classes": Classes}
 
 
-def share(labels: Tensor, clients: int, how: str = "iid", seed: int = 0) -> Shares:
-    """The places in `labels` that each client holds, each client's in ascending order."""
-    partition = choose("partition", how, PARTITIONS)
+def share(labels: Tensor, clients: int, partition: str = "iid", seed: int = 0) -> Shares:
+    """The positions in `labels` that each client holds, in ascending order."""
+    method = choose("partition", partition, PARTITIONS)
     if clients > len(labels):
-        raise UserError(f"{len(labels)} images cannot be shared out to {clients} clients; each needs at least one.")
-    return [s.sort().values for s in partition.share(labels, clients, generator(seed, "partition"))]
+        raise UserError(f"{len(labels)} images cannot be distributed over {clients} clients; each needs at least one.")
+    return [s.sort().values for s in method.share(labels, clients, generator(seed, "partition"))]
 
 
 def _by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
-    """The places of each class that is there, in random order."""
+    """The positions of each class that occurs, in random order."""
     shuffled = torch.randperm(len(labels), generator=rng)
-    return [shuffled[labels[shuffled] == c] for c in labels.unique(sorted=True)]
+    return [shuffled[labels[shuffled] == c] for c in torch.unique(labels)]
 
 
-def _no_empty_hands(shares: Shares) -> Shares:
-    """One image of the richest client to each that got none."""
-    for poor in range(len(shares)):
-        if not len(shares[poor]):
-            rich = max(range(len(shares)), key=lambda k: len(shares[k]))
-            shares[poor], shares[rich] = shares[rich][-1:], shares[rich][:-1]
+def _fill_empty(shares: Shares) -> Shares:
+    """Move one image of the largest share to each empty one."""
+    for empty in range(len(shares)):
+        if not len(shares[empty]):
+            largest = max(range(len(shares)), key=lambda k: len(shares[k]))
+            shares[empty], shares[largest] = shares[largest][-1:], shares[largest][:-1]
     return shares

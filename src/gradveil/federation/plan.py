@@ -1,9 +1,9 @@
-"""What a federation does, in numbers: the part of a training run that every engine shares."""
+"""What a federation does, in numbers. Command-line options of `gradveil train` are made from these fields."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -14,28 +14,33 @@ from gradveil.core.settings import settings
 from gradveil.core.types import LocalTraining
 from gradveil.federation.schedules import Schedule, schedule
 
+Engine = Literal["inline", "flower"]
+
 
 @settings
-class Plan:
-    """Rounds of FedAvg, or with `fedsgd` of one gradient a client. Rounds and clients count from 0 in here."""
+class FederationPlan:
+    """Rounds of FedAvg, or with `fedsgd` one gradient per client and round. Rounds and clients are counted from 0."""
 
-    rounds: int = Field(ge=1)
-    clients: int = Field(default=10, ge=1)
-    images_per_client: int | None = Field(default=200, ge=1)  # a mean, where shares are uneven; None: all there are
-    sampled: int | None = Field(default=None, ge=1)  # how many clients take part in a round; None: all
-    local_epochs: int = Field(default=1, ge=1)
-    batch_size: int | None = Field(default=64, ge=1)
-    lr: float = Field(default=0.05, gt=0, allow_inf_nan=False)
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    schedule: str = "constant"
-    partition: str = "iid"
-    fedsgd: bool = False
-    defended: str | int = "all"  # or how many: the first so many clients
-    seed: int = 0
-    evaluate_every: int = Field(default=1, ge=1)
-    cosine_every: int = Field(default=0, ge=0)  # compare the first defended update with the undefended one; 0: never
-    deadline: float | None = Field(default=None, gt=0)  # seconds until a client without an answer misses the round
+    rounds: int = Field(default=20, ge=1, description="Rounds of training.")
+    clients: int = Field(default=10, ge=1, description="Clients in the federation.")
+    images_per_client: int | None = Field(default=None, ge=1, description="Mean number of images. [all / clients]")
+    sampled: int | None = Field(default=None, ge=1, description="Clients that take part in a round. [all]")
+    partition: str = Field(default="iid", description="iid, dirichlet:alpha=0.5 or classes:per_client=2.")
+    local_epochs: int = Field(default=1, ge=1, description="Passes of a client over its images per round.")
+    batch_size: int | None = Field(default=64, ge=1, description="Images in a mini-batch.")
+    lr: float = Field(default=0.05, gt=0, allow_inf_nan=False, description="Learning rate.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Of local SGD; of the server's SGD with --fedsgd.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of the same SGD.")
+    schedule: str = Field(default="constant", description="constant, exponential:gamma=0.99 or step:every=30.")
+    fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
+    defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
+    engine: Engine = Field(default="inline", description="inline: in this process; flower: Flower's simulation.")
+    deadline: float | None = Field(default=None, gt=0, description="Seconds per client and round. [no limit]")
+    evaluate_every: int = Field(default=1, ge=1, description="Rounds between two evaluations.")
+    cosine_every: int = Field(
+        default=0, ge=0, description="Rounds between two comparisons with the undefended update. [never]"
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of all randomness.")
 
     def __post_init__(self) -> None:
         text = str(self.defended)
@@ -44,7 +49,7 @@ class Plan:
         if self.sampled is not None and self.sampled > self.clients:
             raise UserError(f"sampled={self.sampled} asks for more clients than there are ({self.clients}).")
         if self.fedsgd and self.local_epochs != 1:
-            raise UserError("FedSGD sends one gradient a round, so there are no local epochs to set.")
+            raise UserError("FedSGD sends one gradient per round, so there are no local epochs to set.")
         self._schedule()
 
     def _schedule(self) -> Schedule:
@@ -58,7 +63,7 @@ class Plan:
         return self.lr * self._schedule().factor(round)
 
     def local_training(self, round: int) -> LocalTraining:
-        """One gradient, or local SGD at this round's rate."""
+        """One gradient, or local SGD at the learning rate of this round."""
         if self.fedsgd:
             return LocalTraining()
         return LocalTraining(
@@ -79,5 +84,23 @@ class Plan:
     def evaluated(self, round: int) -> bool:
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str | int | float | bool | None]:
         return {**dataclasses.asdict(self), "defended": self.num_defended}
+
+
+# The federations of DCS2's accuracy tables: ten clients, one of them defended, one local epoch with batches of 64 and
+# momentum 0.9. Learning rates and schedules are those of the public code.
+_DECAY = "exponential:gamma=0.99"
+DCS2 = {
+    "mnist": FederationPlan(rounds=200, images_per_client=200, lr=0.01, schedule=_DECAY, defended=1),
+    "cifar10": FederationPlan(
+        rounds=50,
+        images_per_client=2000,
+        lr=0.01,
+        weight_decay=1e-3,
+        schedule=f"{_DECAY},restart=30,drop=0.1",
+        defended=1,
+    ),
+    "celeba": FederationPlan(rounds=100, images_per_client=500, lr=0.001, schedule=_DECAY, defended=1),
+    "tinyimagenet": FederationPlan(rounds=50, images_per_client=2000, lr=0.01, defended=1),
+}

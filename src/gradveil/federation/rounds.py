@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.data import DataSet
@@ -27,11 +28,10 @@ from gradveil.federation.evaluate import evaluate
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.history import History
 from gradveil.federation.partition import share
-from gradveil.federation.plan import Plan
+from gradveil.federation.plan import FederationPlan
 from gradveil.federation.statistics import MOMENTUM, RunningStatistics, has_batch_norm
 
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
-Progress = Callable[[str, int, int], None]
 Event = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ class Federation:
         module: nn.Module,
         data: DataSet,
         defense: str | Defense,
-        plan: Plan,
+        plan: FederationPlan,
         *,
         loss: Loss = cross_entropy,
         cache: Path | None = None,
@@ -166,7 +166,7 @@ class Participant:
 class Server:
     """Holds the state; adds up what comes back, weighted by examples."""
 
-    def __init__(self, plan: Plan, trainable: Sequence[str], state: Tensors, velocity: Tensors | None = None):
+    def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, velocity: Tensors | None = None):
         self.plan, self.trainable = plan, list(trainable)
         self.state, self.velocity = dict(state), dict(velocity or {})
 
