@@ -60,8 +60,6 @@ DOUBLE_NAMES = {
     "Nothing",
     "Options",
     "Place",
-    "Plan",
-    "Progress",
     "Real",
     "Row",
     "RunFolder",
@@ -69,7 +67,6 @@ DOUBLE_NAMES = {
     "Source",
     "Text",
     "Texts",
-    "Utility",
     "Whole",
     "Work",
 }

@@ -7,7 +7,7 @@ model, seeds, times, and turns non-finite answers into recorded failures. Subcla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, final
@@ -20,6 +20,7 @@ from gradveil.attacks.labels.targets import infer_targets
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Knowledge, Observation, Reconstruction, Sighting
+from gradveil.core.progress import Steps
 from gradveil.core.randomness import generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
@@ -27,7 +28,6 @@ from gradveil.core.types import LocalTraining, Tensors, hard_labels
 
 Budget = Literal["quick", "standard", "thorough"]
 Targets = Literal["classes", "any", "unused"]
-Progress = Callable[[int, int], None]  # iterations done, iterations in all
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Target:
     labels: Tensor  # N × B class numbers, or N × B × classes when soft; given, or inferred from the update
     rng: torch.Generator
     budget: Budget = "standard"
-    progress: Progress | None = None
+    progress: Steps | None = None
     memory: int | None = None  # bytes that one batched computation may take
     cache: Path | None = None  # a folder for what is trained once, such as a generator
     _stacked: dict[int, Tensors] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Attack:
         *,
         seed: int = 0,
         budget: Budget = "standard",
-        progress: Progress | None = None,
+        progress: Steps | None = None,
         memory: int | None = None,
         cache: Path | None = None,
     ) -> list[Reconstruction]:
@@ -233,4 +233,4 @@ def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) 
     )
 
 
-__all__ = ["Answer", "Attack", "Budget", "Progress", "Sighting", "Target"]
+__all__ = ["Answer", "Attack", "Budget", "Sighting", "Target"]

@@ -26,6 +26,7 @@ from gradveil.auditing.store import RunFolder
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
+from gradveil.core.progress import Steps
 from gradveil.core.randomness import seeded
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
@@ -33,8 +34,6 @@ from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.storage.files import DiskFull
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Work:
     cell: Cell
     case: Case
     folder: RunFolder
-    progress: Progress
+    progress: Steps
     limits: Limits
 
     @property
@@ -67,9 +66,7 @@ class Work:
         return None
 
 
-def run_cell(
-    cell: Cell, case: Case, folder: RunFolder, progress: Progress, limits: Limits = NO_LIMITS
-) -> dict[str, Any]:
+def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> dict[str, Any]:
     """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on.
 
     A first try that runs out of memory raises `OutOfMemory`, and nothing is stored.

@@ -14,7 +14,7 @@ from gradveil.core.settings import settings
 from gradveil.core.types import LocalTraining
 from gradveil.federation.schedules import Schedule, schedule
 
-Engine = Literal["inline", "flower"]
+EngineName = Literal["inline", "flower"]
 
 
 @settings
@@ -34,7 +34,7 @@ class FederationPlan:
     schedule: str = Field(default="constant", description="constant, exponential:gamma=0.99 or step:every=30.")
     fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
     defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
-    engine: Engine = Field(default="inline", description="inline: in this process; flower: Flower's simulation.")
+    engine: EngineName = Field(default="inline", description="inline: in this process; flower: Flower's simulation.")
     deadline: float | None = Field(default=None, gt=0, description="Seconds per client and round. [no limit]")
     evaluate_every: int = Field(default=1, ge=1, description="Rounds between two evaluations.")
     cosine_every: int = Field(

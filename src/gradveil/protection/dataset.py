@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.progress import Progress
 from gradveil.core.randomness import Streams
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
@@ -40,8 +40,6 @@ BATCH = 128
 NOTE = "run.json"
 SOFT = ("mixup", "instahide")  # batch-stage defenses that need no model: they encode images, and soften labels
 LOSSLESS = {".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}  # JPEG would undo what a defense put into the pixels
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Progress
+from gradveil.core.progress import Steps
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
 from gradveil.storage.resumable import resumable, trained_once
@@ -92,9 +92,7 @@ def _widths(doublings: int) -> list[int]:
     return [max(WIDTH >> i, 16) for i in range(doublings)]
 
 
-def generator_for(
-    public: Batch, classes: int, cache: Path | None = None, progress: Progress | None = None
-) -> Generator:
+def generator_for(public: Batch, classes: int, cache: Path | None = None, progress: Steps | None = None) -> Generator:
     """Trained on these images; of this process or of the cache where the same was trained before."""
     public = Batch(public.x[:MOST], public.hard_labels[:MOST])
     network, _ = _networks(public, classes)
@@ -122,7 +120,7 @@ def _networks(public: Batch, classes: int) -> tuple[Generator, Critic]:
         return Generator((channels, height, width), classes), Critic((channels, height, width), classes)
 
 
-def train(public: Batch, classes: int, progress: Progress | None = None, checkpoint: Path | None = None) -> Tensors:
+def train(public: Batch, classes: int, progress: Steps | None = None, checkpoint: Path | None = None) -> Tensors:
     """The generator's weights, averaged along its training."""
     rng, (network, critic) = generator(0, "gan"), _networks(public, classes)
     steps = min(STEPS, 2 * len(public))

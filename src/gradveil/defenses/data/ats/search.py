@@ -15,7 +15,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
+from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
@@ -43,8 +44,6 @@ from gradveil.defenses.data.ats.defense import (
 )
 from gradveil.storage.files import alone_in, write_json
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
-
-Progress = Callable[[str, int, int], None]
 
 NO_POLICY: Policy = ()
 EPSILON = 1e-5  # Eq. 10

@@ -21,11 +21,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import unknown
+from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.data.loda.extractors import Extractor, Progress, extractor
+from gradveil.defenses.data.loda.extractors import Extractor, extractor
 from gradveil.defenses.registry import defense
 
 BATCH = 128  # images obscured together; each takes its own steps, so this changes rounding only

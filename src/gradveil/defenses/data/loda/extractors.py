@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
 from gradveil.metrics.perceptual import NETWORKS, SCALE, SHIFT, lpips_size
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
 Kind = Literal["trained", "alexnet", "vgg16"]
-Progress = Callable[[str, int, int], None]
 
 # (width, kernel, stride) of each convolution. The first stride keeps obscuring a whole data set affordable.
 CONVOLUTIONS = ((16, 5, 2), (16, 3, 1), (32, 3, 2), (32, 3, 1), (64, 3, 2), (64, 3, 1))
