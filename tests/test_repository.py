@@ -164,8 +164,6 @@ LONG_SIGNATURES = {
     "gradveil.cli.search.command",
     "gradveil.cli.train.command",
     "gradveil.defenses.data.ats.search.search_policy",
-    "gradveil.federation.central.train_central",
-    "gradveil.federation.inline.train",
     "gradveil.recipes.measures.Ground.__init__",
 }
 
