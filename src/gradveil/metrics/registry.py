@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.core.settings import import_all
 
-Measure = TypeVar("Measure", bound=Callable[..., Tensor | None])
+_Function = TypeVar("_Function", bound=Callable[..., Tensor | None])
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Metric:
 _METRICS: dict[str, Metric] = {}
 
 
-def metric(name: str, *, version: int = 1) -> Callable[[Measure], Measure]:
+def metric(name: str, *, version: int = 1) -> Callable[[_Function], _Function]:
     """Register a function as a metric under `name`. Every attack is scored with it."""
 
-    def add(measure: Measure) -> Measure:
+    def add(measure: _Function) -> _Function:
         if name in _METRICS and _METRICS[name].measure.__qualname__ != measure.__qualname__:
             raise ValueError(f"two metrics are named '{name}'")
         _METRICS[name] = Metric(name, measure, version)
