@@ -20,8 +20,10 @@ LONGEST = 400
 MEDIAN = 95
 MOST_PARAMETERS = 8
 
-# Names that do not say what they hold.
-VAGUE = {"found", "given", "known", "own", "some", "what"}
+# CONTRIBUTING lists names that do not say what they hold, and words that stand nowhere.
+_WORDS = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+VAGUE = set(re.findall(r"`(\w+)`", _WORDS.partition("These names say nothing")[2].partition(".")[0]))
+BANNED = re.findall(r"\w+", _WORDS.partition("used nowhere in the source:")[2].partition(".")[0])
 
 # Written apart, so that this file does not hold what it looks for.
 FOLDERS = ("work", "tmp", "home", "root", "mnt", "Users", "scratch", "var/folders")
@@ -193,11 +195,12 @@ def occurrences(pattern: str) -> Callable[[ast.AST, str], int]:
 
 # What is counted in the source, how often it may stand there today, and the aim. Lower a ceiling whenever you can.
 CEILINGS: dict[str, tuple[Callable[[ast.AST, str], int], int, int]] = {
-    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 105, 25),
-    "type: ignore": (occurrences(r"type: ignore"), 41, 15),
+    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 104, 25),
+    "type: ignore": (occurrences(r"type: ignore"), 39, 15),
     "lines": (lambda tree, text: len(text.splitlines()), 22_600, 22_300),
-    "vague names": (lambda tree, text: len(vague_names(tree)), 314, 0),
-    "Client(": (lambda tree, text: len(constructions_of_client(tree)), 5, 1),
+    "vague names": (lambda tree, text: len(vague_names(tree)), 313, 0),
+    "banned words": (occurrences(r"(?i)(?<![a-z])(?:" + "|".join(BANNED) + r")(?![a-z])"), 31, 0),
+    "Client(": (lambda tree, text: len(constructions_of_client(tree)), 1, 1),
 }
 
 
@@ -210,9 +213,10 @@ def test_there_is_no_more_of_it_than_the_ceiling_allows(what: str) -> None:
 
 
 def test_the_counters_count() -> None:
-    text = "def f(self, a, *, found: dict[str, Any]):\n    own = Client(a)  # type: ignore\n    self.given = client.Client()\n"
+    assert sorted(VAGUE) == ["found", "given", "known", "own", "some", "what"] and "naught" in BANNED
+    text = "def f(self, a, found: dict[str, Any]):\n    own = Client(a)  # type: ignore\n    self.given = x.Client(_NAUGHT)\n"
     tree = ast.parse(text)
-    assert [count(tree, text) for count, _, _ in CEILINGS.values()] == [1, 1, 3, 3, 2]
+    assert [count(tree, text) for count, _, _ in CEILINGS.values()] == [1, 1, 3, 3, 1, 2]
     nine = (
         "class A:\n    def m(self, a, b, c, d, e, f, g, h): ...\n    def n(self, a, b, c, d, e, f, g, *h, **i): ...\n"
     )
