@@ -1,69 +1,137 @@
-"""What an update captured elsewhere gives away. No truth is needed, and none is asked for."""
+"""Attack an update that was captured elsewhere. No truth is needed, and none is asked for.
+
+1. Read the update (a file, an `Update`, or the difference of two checkpoints) and its metadata.
+2. Build the observation: the model at the weights of that round, the task, the client's local training.
+3. Run each attack that applies, and measure how well its images explain the update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
 from gradveil import attacks as attack_methods
 from gradveil import models
 from gradveil.attacks.base import Attack, Budget
-from gradveil.core.errors import UserError
+from gradveil.attacks.matching.distances import RelativeL2
+from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.losses import DEFAULT, find_loss, takes_classes
+from gradveil.core.notebook import figure, strip
 from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
+from gradveil.core.progress import Progress
+from gradveil.core.settings import first_error
 from gradveil.core.task import Task
-from gradveil.core.types import Level, LocalTraining, Tensors, Update
+from gradveil.core.types import Level, LocalTraining, Shape, Tensors, Update
 from gradveil.storage.files import write_atomic, write_json, write_tensors
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
 
-_MOST_IMAGES = 4096  # behind one update: more could be neither held nor told apart
+Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class CapturedSpec(BaseModel):
+    """What is known of a captured update. The metadata of its file fills in the task and the local training."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    input_shape: Shape | None = Field(None, description="Shape of one image: C,H,W.")
+    num_classes: int | None = Field(None, strict=True, ge=1, le=10**6, description="Outputs of the model.")
+    mean: tuple[Number, ...] | None = Field(None, description="Normalisation: one value per channel, or one for all.")
+    std: tuple[Number, ...] | None = Field(None, description="Normalisation: one value per channel, or one for all.")
+    local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Local steps behind a weight delta.")
+    lr: float | None = Field(None, gt=0, lt=1e6, description="The client's learning rate, for a weight delta.")
+    batch_size: Size | None = Field(None, description="Images behind the update.")
+    labels: tuple[int, ...] | None = Field(None, description="Known labels: 3,7.")
+    loss: Any = Field(DEFAULT, description="cross-entropy, multi-label, regression, or pkg.mod:factory.")
+    before: Path | None = Field(None, description="Checkpoint of the round's start (safetensors).")
+    after: Path | None = Field(None, description="Checkpoint after the round, in place of the update.")
+    knowledge: Level = Field("realistic", description="realistic, or paper with known labels.")
+    budget: Budget = Field("standard", description="quick, standard or thorough.")
+    seed: int = Field(0, ge=0, description="Seed of all randomness.")
+
+    @field_validator("input_shape", mode="before")
+    @classmethod
+    def _three_sizes(cls, value: object) -> object:
+        sizes = value if isinstance(value, (list, tuple)) else ()
+        if value is not None and (len(sizes) != 3 or not all(type(n) is int and 0 < n <= 4096 for n in sizes)):
+            raise ValueError(f"{value} is not channels, height, width")
+        return value
+
+    @field_validator("mean", "std", mode="before")
+    @classmethod
+    def _several(cls, value: object) -> object:
+        return [value] if isinstance(value, (int, float)) else value
+
+    @field_validator("std")
+    @classmethod
+    def _positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and min(value, default=0.0) <= 0:
+            raise ValueError("a std must be above zero")
+        return value
+
+
+FACTS = ("input_shape", "num_classes", "mean", "std", "local_steps", "lr")  # that an update's metadata may tell
 
 
 @dataclass
 class Rebuilt:
-    """The reconstructions of one update, by attack; those that do not apply with the reason."""
+    """The reconstructions of one update, by attack; attacks that do not apply, with the reason.
+
+    `fit` is how far the update of the rebuilt images is from the observed one, squared, as a share of its size.
+    """
 
     by_attack: dict[str, Reconstruction] = field(default_factory=dict)
     not_applicable: dict[str, str] = field(default_factory=dict)
+    fit: dict[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
         """The attack whose images fit the update best, by one common measure of the adversary."""
         return min(self.by_attack, key=lambda name: self.fit[name])
 
-    fit: dict[str, float] = field(default_factory=dict)
-
     def _repr_html_(self) -> str:
         """As a notebook shows it: the best fit first."""
-        from gradveil.core.notebook import figure
-
         order = sorted(self.by_attack, key=lambda name: self.fit[name])
-        shown = [(name, self.by_attack[name].images, f"{100 * self.fit[name] ** 0.5:.2g}%") for name in order]
-        return "".join(figure(images, f"{name}: differs by {fit} of the update") for name, images, fit in shown)
+        return "".join(
+            figure(self.by_attack[name].images, f"{name}: differs by {100 * self.fit[name] ** 0.5:.2g}% of the update")
+            for name in order
+        )
 
     def save(self, folder: str | Path) -> Path:
         """`FOLDER/ATTACK.safetensors` and `.png` for each attack, and `attack.json`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        facts: dict[str, Any] = {"best": self.best, "not_applicable": self.not_applicable, "attacks": []}
-        for spec, found in self.by_attack.items():
+        rows = []
+        for spec, answer in self.by_attack.items():
             stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in spec)
-            write_tensors(folder / f"{stem}.safetensors", {"images": found.images})
-            write_atomic(folder / f"{stem}.png", _drawer(found.images))
-            labels = None if found.labels is None else found.labels.tolist()
-            fit = self.fit[spec] if torch.isfinite(torch.tensor(self.fit[spec])) else None
-            row = {"spec": spec, "fit": fit, "labels": labels, "seconds": found.seconds, "failed": found.failed}
-            facts["attacks"].append(
-                {**row, "iterations": found.iterations, "files": [f"{stem}.safetensors", f"{stem}.png"]}
+            files = [f"{stem}.safetensors", f"{stem}.png"]
+            write_tensors(folder / files[0], {"images": answer.images})
+            write_atomic(folder / files[1], _drawer(answer.images))
+            rows.append(
+                {
+                    "spec": spec,
+                    "fit": self.fit[spec] if math.isfinite(self.fit[spec]) else None,
+                    "labels": None if answer.labels is None else answer.labels.tolist(),
+                    "seconds": answer.seconds,
+                    "failed": answer.failed,
+                    "iterations": answer.iterations,
+                    "files": files,
+                }
             )
-        write_json(folder / "attack.json", facts)
+        write_json(folder / "attack.json", {"best": self.best, "not_applicable": self.not_applicable, "attacks": rows})
         return folder
+
+
+def _drawer(images: Tensor) -> Callable[[Path], None]:
+    return lambda path: strip(images).save(path, format="PNG")
 
 
 def attack_update(
@@ -72,163 +140,91 @@ def attack_update(
     input_shape: Sequence[int] | None = None,
     attacks: Sequence[str | Attack] = ("linear", "rgap", "swift"),
     *,
-    loss: str | Callable[..., Any] = DEFAULT,
-    num_classes: int | None = None,
-    batch_size: int | None = None,
-    mean: Iterable[float] | None = None,
-    std: Iterable[float] | None = None,
-    labels: Sequence[int] | None = None,
-    local_steps: int | None = None,
-    lr: float | None = None,
-    before: str | Path | None = None,
-    after: str | Path | None = None,
-    knowledge: Level = "realistic",
-    budget: Budget = "standard",
-    seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
+    **known: Any,
 ) -> Rebuilt:
     """Attack one captured update: a safetensors file (or `Update`), or the difference of two checkpoints.
 
-    `model` must hold the weights the update was computed on, unless `before` gives them. Shape, classes, batch size and
-    normalisation are taken from the file's metadata where they are not given.
+    `model` must hold the weights the update was computed on, unless `before` gives them. `known` are the other fields
+    of `CapturedSpec`; shape, classes, normalisation and local training are read from the file's metadata where they are
+    left out.
     """
-    sent, facts = _read(update, before, after)
-    shape = _shape(input_shape if input_shape is not None else facts.get("input_shape"))
-    classes = num_classes or facts.get("num_classes")
-    module = _module(model, shape, classes)
-    function = ModelFunction(module, find_loss(loss))
-    state = function.state()
-    if before is not None:
-        state, sent = _states(function, state, before, after, update, sent)
-    elif sent is None:
+    sent, facts = load_update(update) if isinstance(update, (str, Path)) else (update, {})
+    spec = _spec(facts, {"input_shape": input_shape, **known})
+    if sent is None and (spec.before is None or spec.after is None):
         raise UserError("give an update file, or two checkpoints with --before and --after.")
-    named = "the update" if isinstance(update, Update) else str(update or after)
-    tensors = fit_to_model(named, sent.tensors, function.parameters(state))
-    size = _number(batch_size or (sent.examples if update is not None else 1), "batch size", 1, _MOST_IMAGES)
-    training = _training(sent, local_steps or facts.get("local_steps"), lr or facts.get("lr"))
-    if training.lr is not None and training.epochs == 1:  # one step of SGD: its delta is the gradient, scaled
-        sent = Update({n: -t / training.lr for n, t in tensors.items()}, "gradient", size)
-        tensors, training = sent.tensors, LocalTraining()
-    found = _classes(function, state, shape)
-    if classes is not None and _number(classes, "number of classes", 1, 10**6) != found:
-        raise UserError(f"the model has {found} outputs, not {classes}.")
-    classes = found
-    task = Task(
-        function,
-        shape,
-        classes,
-        mean=_channels(mean if mean is not None else facts.get("mean"), shape[0], 0.0),
-        std=_channels(std if std is not None else facts.get("std"), shape[0], 1.0),
-        has_classes=takes_classes(function.loss_fn, classes),
-    )
-    seen = [Sighting(state, Update(tensors, sent.kind, size))]
-    observation = observe(task, seen, level=knowledge, training=training)
-    if labels is not None:
-        observation = _with_labels(observation, labels, size, classes)
-    return _run(observation, attacks, budget, seed, progress)
-
-
-def _run(
-    observation: Observation,
-    attacks: Sequence[str | Attack],
-    budget: Budget,
-    seed: int,
-    progress: Callable[[str, int, int], None] | None,
-) -> Rebuilt:
-    from gradveil.attacks.matching.distances import RelativeL2
-
-    found = Rebuilt()
     methods = [attack_methods.parse(a) for a in attacks]
-    for method in methods:
-        tick = (lambda done, total, name=method.spec: progress(name, done, total)) if progress else None
-        try:
-            reason = method.why_not(observation)
-            if reason:
-                found.not_applicable[method.spec] = reason
-                continue
-            answer = method([observation], seed=seed, budget=budget, progress=tick)[0]
-            fit = _fit(observation, answer, RelativeL2())
-        except Exception as error:  # one that fails on this update or model; the others may not
-            found.not_applicable[method.spec] = f"it failed ({type(error).__name__}: {' '.join(str(error).split())})"
-            continue
-        found.by_attack[method.spec], found.fit[method.spec] = answer, fit
-    if not found.by_attack:
-        reasons = "; ".join(f"{name}: {why}" for name, why in found.not_applicable.items())
-        raise UserError(f"no attack applies ({reasons}).")
-    return found
+    name = "the update" if isinstance(update, Update) else str(update or spec.after)
+    return _run(_observation(spec, model, sent, name), methods, spec, progress)
 
 
-def _fit(observation: Observation, answer: Reconstruction, distance: Any) -> float:
-    """How far the images' own update is from the observed one, as a share: the same measure for every attack."""
-    if answer.failed or answer.labels is None:
-        return float("inf")
-    x = observation.task.normalize(answer.images)
-    noise = observation.model.draw_noise(len(x), torch.Generator().manual_seed(0))
-    noise = {k: v[None] for k, v in noise.items()}
-    training = observation.knowledge.training
-    with torch.no_grad():
-        ours = observation.model.updates(observation.state, x[None], answer.labels[None], training, noise)
-        theirs = [observation.update.tensors[n][None] for n in observation.model.trainable]
-        return float(distance([ours[n] for n in observation.model.trainable], theirs))
+def _spec(facts: dict[str, Any], known: dict[str, Any]) -> CapturedSpec:
+    """What the caller says goes before what the file's metadata says."""
+    told = {name: facts[name] for name in FACTS if name in facts}
+    try:
+        return CapturedSpec.model_validate({**told, **{n: v for n, v in known.items() if v is not None}})
+    except ValidationError as error:
+        raise UserError(first_error(error)) from None
 
 
-def _read(
-    update: str | Path | Update | None, before: str | Path | None, after: str | Path | None
-) -> tuple[Update | None, dict[str, Any]]:
-    if isinstance(update, Update):
-        return update, {}
-    if update is not None:
-        return load_update(update)
-    if before is None or after is None:
-        raise UserError("give an update file, or two checkpoints with --before and --after.")
-    return None, {}
+# -- the observation ---------------------------------------------------------------------------------------------------
 
 
-def _states(
-    function: ModelFunction,
-    state: Tensors,
-    before: str | Path,
-    after: str | Path | None,
-    update: str | Path | Update | None,
-    sent: Update | None,
-) -> tuple[Tensors, Update]:
-    expected = function.parameters(state)
-    if update is not None:
+def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str) -> Observation:
+    if spec.input_shape is None:
+        raise UserError("the update does not say its images' shape: give --input-shape C,H,W.")
+    function = ModelFunction(_module(model, spec.input_shape, spec.num_classes), find_loss(spec.loss))
+    state, sent = _start(spec, function, sent)
+    tensors = fit_to_model(name, sent.tensors, function.parameters(state))
+    update, training = _as_gradient(Update(tensors, sent.kind, spec.batch_size or _images(sent)), spec)
+    outputs = _outputs(function, state, spec.input_shape)
+    if spec.num_classes not in (None, outputs):
+        raise UserError(f"the model has {outputs} outputs, not {spec.num_classes}.")
+    mean, std = (_per_channel(v, spec.input_shape[0], d) for v, d in ((spec.mean, 0.0), (spec.std, 1.0)))
+    classes = takes_classes(function.loss_fn, outputs)
+    task = Task(function, spec.input_shape, outputs, mean, std, classes)
+    seen = observe(task, [Sighting(state, update)], level=spec.knowledge, training=training)
+    return seen if spec.labels is None else _with_labels(seen, spec.labels)
+
+
+def _images(sent: Update) -> int:
+    if sent.examples > 4096:
+        raise UserError(f"the update says that {sent.examples} images are behind it; attacks take at most 4096.")
+    return sent.examples
+
+
+def _start(spec: CapturedSpec, function: ModelFunction, sent: Update | None) -> tuple[Tensors, Update]:
+    """The state that the update was computed on, and the update: of the checkpoints where these are given."""
+    state = function.state()
+    if spec.before is None:
         assert sent is not None
-        start, _ = load_tensors(before)
+        return state, sent
+    expected = function.parameters(state)
+    if sent is None:
+        assert spec.after is not None
+        start, sent = difference(spec.before, spec.after, expected)
     else:
-        assert after is not None
-        start, sent = difference(before, after, expected)
-    fit_to_model(before, {n: t for n, t in start.items() if n in expected}, expected)
-    known = {n: t.to(state[n].dtype) for n, t in start.items() if n in state and t.shape == state[n].shape}
-    return {**state, **known}, sent
+        start, _ = load_tensors(spec.before)
+    fit_to_model(spec.before, {n: t for n, t in start.items() if n in expected}, expected)
+    loaded = {n: t.to(state[n].dtype) for n, t in start.items() if n in state and t.shape == state[n].shape}
+    return {**state, **loaded}, sent
 
 
-def _training(sent: Update, steps: int | None, lr: float | None) -> LocalTraining:
-    if sent.kind == "gradient":
-        return LocalTraining()
-    if not lr:
+def _as_gradient(update: Update, spec: CapturedSpec) -> tuple[Update, LocalTraining]:
+    """The update and the local training behind it. The delta of one SGD step is its gradient, scaled."""
+    if update.kind == "gradient":
+        return update, LocalTraining()
+    if spec.lr is None:
         raise UserError(
             "a weight delta needs the client's learning rate: give --lr (and --local-steps if more than one)."
         )
-    if not isinstance(lr, (int, float)) or not 0 < lr < 1e6:
-        raise UserError(f"learning rate {lr!r} is not a positive number.")
-    return LocalTraining(epochs=_number(steps or 1, "number of local steps", 1, 1000), lr=float(lr))
+    if spec.local_steps not in (None, 1):
+        return update, LocalTraining(epochs=spec.local_steps, lr=spec.lr)
+    gradient = {n: -t / spec.lr for n, t in update.tensors.items()}
+    return Update(gradient, "gradient", update.examples), LocalTraining()
 
 
-def _shape(given: Any) -> tuple[int, int, int]:
-    if given is None:
-        raise UserError("the update does not say its images' shape: give --input-shape C,H,W.")
-    if (
-        not isinstance(given, (list, tuple))
-        or len(given) != 3
-        or not all(isinstance(n, int) and 0 < n <= 4096 for n in given)
-    ):
-        raise UserError(f"input shape {given} is not channels, height, width.")
-    return (given[0], given[1], given[2])
-
-
-def _module(model: Any, shape: tuple[int, int, int], classes: int | None) -> nn.Module:
+def _module(model: Any, shape: Shape, classes: int | None) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if classes is None:
@@ -236,53 +232,69 @@ def _module(model: Any, shape: tuple[int, int, int], classes: int | None) -> nn.
     return models.build(model, input_shape=shape, num_classes=classes)
 
 
-def _classes(function: ModelFunction, state: Tensors, shape: tuple[int, int, int]) -> int:
+def _outputs(function: ModelFunction, state: Tensors, shape: Shape) -> int:
     try:
         with torch.no_grad():
             output = function(state, torch.zeros(2, *shape), function.draw_noise(2, torch.Generator()))
     except (Exception, SystemExit) as error:  # whatever a user's forward pass raises is the message
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the model does not take images of {'×'.join(map(str, shape))}: {reason}") from None
+        raise UserError(f"the model does not take images of {shape_text(shape)}: {one_line(error)}") from None
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim != 2:
-        found = f"{output.dtype} of {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise UserError(f"the model's output is {found}; a row of scores for each image is needed.")
+        kind = f"{output.dtype} of {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UserError(f"the model's output is {kind}; one row of scores per image is needed.")
     return int(output.shape[-1])
 
 
-def _number(value: Any, what: str, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UserError(f"{what} {value!r} is not a whole number from {least} to {most}.")
-    return value
-
-
-def _channels(given: Any, channels: int, default: float) -> Tensor:
-    if given is None:
+def _per_channel(values: tuple[float, ...] | None, channels: int, default: float) -> Tensor:
+    if values is None:
         return torch.full((channels,), default)
-    given = [given] if isinstance(given, (int, float)) else given
-    if isinstance(given, str) or not all(isinstance(v, (int, float)) for v in given):
-        raise UserError(f"mean or std {given!r} is not a list of numbers.")
-    values = torch.as_tensor(list(given), dtype=torch.float32)
     if len(values) not in (1, channels):
         raise UserError(f"{len(values)} values of mean or std for {channels} channels.")
-    if not torch.isfinite(values).all() or (default == 1.0 and not (values > 0).all()):
-        raise UserError(f"mean or std {values.tolist()} cannot normalise images: finite numbers, and a std above zero.")
-    return values.expand(channels).clone()
+    return torch.tensor(values, dtype=torch.float32).expand(channels).clone()
 
 
-def _with_labels(observation: Observation, labels: Sequence[int], size: int, classes: int) -> Observation:
-    from dataclasses import replace
-
-    if not observation.task.has_classes:
+def _with_labels(observation: Observation, labels: tuple[int, ...]) -> Observation:
+    task, images = observation.task, observation.knowledge.batch_size
+    if not task.has_classes:
         raise UserError("under this loss an image has a row of numbers and no class; leave out the labels.")
-    if len(labels) != size or not all(0 <= label < classes for label in labels):
-        raise UserError(f"{len(labels)} labels for a batch of {size}; each must be below {classes}.")
-    return replace(observation, knowledge=replace(observation.knowledge, labels=torch.tensor(list(labels))))
+    if len(labels) != images or not all(0 <= label < task.num_outputs for label in labels):
+        raise UserError(f"{len(labels)} labels for a batch of {images}; each must be below {task.num_outputs}.")
+    return replace(observation, knowledge=replace(observation.knowledge, labels=torch.tensor(labels)))
 
 
-def _drawer(images: Tensor) -> Callable[[Path], None]:
-    from gradveil.core.notebook import strip
-
-    return lambda path: strip(images).save(path, format="PNG")
+# -- the attacks -------------------------------------------------------------------------------------------------------
 
 
-__all__ = ["Rebuilt", "attack_update"]
+def _run(observation: Observation, methods: Sequence[Attack], spec: CapturedSpec, progress: Progress | None) -> Rebuilt:
+    rebuilt = Rebuilt()
+    for method in methods:
+        tick = (lambda done, total, name=method.spec: progress(name, done, total)) if progress else None
+        try:
+            reason = method.why_not(observation)
+            if reason:
+                rebuilt.not_applicable[method.spec] = reason
+                continue
+            answer = method([observation], seed=spec.seed, budget=spec.budget, progress=tick)[0]
+            fit = _fit(observation, answer)
+        except Exception as error:  # one that fails on this update or model; the others may not
+            rebuilt.not_applicable[method.spec] = f"it failed ({type(error).__name__}: {one_line(error)})"
+            continue
+        rebuilt.by_attack[method.spec], rebuilt.fit[method.spec] = answer, fit
+    if not rebuilt.by_attack:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rebuilt.not_applicable.items())
+        raise UserError(f"no attack applies ({reasons}).")
+    return rebuilt
+
+
+def _fit(observation: Observation, answer: Reconstruction) -> float:
+    """How far the update of the rebuilt images is from the observed one, as a share: the same for every attack."""
+    if answer.failed or answer.labels is None:
+        return math.inf
+    model, x = observation.model, observation.task.normalize(answer.images)
+    noise = {k: v[None] for k, v in model.draw_noise(len(x), torch.Generator().manual_seed(0)).items()}
+    with torch.no_grad():
+        ours = model.updates(observation.state, x[None], answer.labels[None], observation.knowledge.training, noise)
+        theirs = [observation.update.tensors[n][None] for n in model.trainable]
+        return float(RelativeL2()([ours[n] for n in model.trainable], theirs))
+
+
+__all__ = ["CapturedSpec", "Rebuilt", "attack_update"]

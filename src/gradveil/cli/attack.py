@@ -76,8 +76,8 @@ def command(
             lr=lr,
             before=before,
             after=after,
-            knowledge=knowledge,  # type: ignore[arg-type]
-            budget=budget,  # type: ignore[arg-type]
+            knowledge=knowledge,
+            budget=budget,
             seed=seed,
             progress=show,
         )

@@ -98,7 +98,7 @@ def first_error(error: pydantic.ValidationError) -> str:
     """The first thing that does not fit, as one line."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "settings"
-    return f"{place}={shown(first['input'])}: {first['msg'].lower()}."
+    return f"{place}={shown(first['input'])}: {first['msg'].removeprefix('Value error, ').lower()}."
 
 
 def _read_tuple(value: object, field: FieldInfo) -> object:
