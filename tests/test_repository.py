@@ -159,7 +159,6 @@ LONG_SIGNATURES = {
     "gradveil.attacks.matching.engine.Problem.__init__",
     "gradveil.attacks.matching.optimizers.LBFGS._search",
     "gradveil.auditing.api.audit",
-    "gradveil.auditing.captured.attack_update",
     "gradveil.cli.attack.command",
     "gradveil.cli.audit.command",
     "gradveil.cli.reproduce.command",

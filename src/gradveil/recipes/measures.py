@@ -295,7 +295,7 @@ def perturbations(bench: Bench, data: str, images: int, noise: float, scale: flo
 
 
 @dataclass(frozen=True)
-class Measure:
+class Measurement:
     """How it is taken, and the work of it, told from the number of private images and the settings."""
 
     take: Callable[..., Values]
@@ -324,15 +324,15 @@ def _of_obscuring(private: int, given: Mapping[str, Any]) -> list[Work]:
 
 
 MEASURES = {
-    "gradient_similarity": Measure(gradient_similarity, lambda n, g: _on_ground(n, g, scored=len(g["policies"]))),
-    "function_scores": Measure(function_scores, lambda n, g: _on_ground(n, g, scored=51)),
-    "score_correlation": Measure(
+    "gradient_similarity": Measurement(gradient_similarity, lambda n, g: _on_ground(n, g, scored=len(g["policies"]))),
+    "function_scores": Measurement(function_scores, lambda n, g: _on_ground(n, g, scored=51)),
+    "score_correlation": Measurement(
         score_correlation, lambda n, g: _on_ground(n, g, scored=g["policies"], attacks=[g["attack"]])
     ),
-    "layer_similarity": Measure(
+    "layer_similarity": Measurement(
         layer_similarity,
         lambda n, g: _on_ground(n, g, scored=0, attacks=[g["attack"].format(steps=steps) for steps in g["steps"]]),
     ),
-    "obscured_accuracy": Measure(obscured_accuracy, _of_obscuring),
-    "perturbations": Measure(perturbations, lambda n, g: []),
+    "obscured_accuracy": Measurement(obscured_accuracy, _of_obscuring),
+    "perturbations": Measurement(perturbations, lambda n, g: []),
 }
