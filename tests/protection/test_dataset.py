@@ -156,7 +156,7 @@ def test_a_killed_run_without_a_seed_keeps_its_secret_until_it_is_done(tmp_path,
 
     with pytest.raises(KeyboardInterrupt):
         protect_files(source, target, ATS_SPEC, progress=killed)
-    note = tmp_path / ".out.npz.unfinished" / "run.json"
+    note = tmp_path / ".out.npz.unfinished" / protecting.MARKER
     assert stat.S_IMODE(note.stat().st_mode) == 0o600
     secret = bytes.fromhex(json.loads(note.read_text())["secret"])
     assert len(secret) == 32
@@ -253,3 +253,25 @@ def test_the_command(tmp_path):
     files = [[path.read_bytes() for path in sorted((tmp_path / which).rglob("*.png"))] for which in "abcd"]
     assert files[0] != files[1]  # no seed, no two copies alike
     assert files[2] == files[3] != files[0]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".env.local", "run.json", "0-000000.safetensors"])
+def test_a_users_folder_where_unfinished_work_would_go_is_refused_and_kept(name: str, tmp_path: Path) -> None:
+    source, target = archive(tmp_path / "in.npz"), tmp_path / "out.npz"
+    kept = tmp_path / ".out.npz.unfinished" / name
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    with pytest.raises(UserError, match="not gradveil's"):
+        protect_files(source, target, ATS_SPEC)
+    assert kept.read_text() == "mine" and [p.name for p in kept.parent.iterdir()] == [name]
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"key": 1}', "{" * 5000, '{"key": "x", "secret": "zz"}'])
+def test_a_damaged_marker_starts_the_work_again(text: str, tmp_path: Path) -> None:
+    source, target = archive(tmp_path / "in.npz"), tmp_path / "out.npz"
+    marker = tmp_path / ".out.npz.unfinished" / protecting.MARKER
+    marker.parent.mkdir()
+    marker.write_text(text)
+    assert len(protect_files(source, target, ATS_SPEC).protected) > 0
+    assert target.exists() and not marker.parent.exists()

@@ -1,8 +1,8 @@
 """A protected copy of an image data set: a folder of pictures by class, or an .npz archive.
 
-Work is done batch by batch; finished batches are kept in a hidden folder beside the copy, so that a killed run goes on
-where it was when it is started again, and the copy itself appears whole at the end or not at all. The secret that all
-draws of a run come from lies in that folder too, and goes with it.
+Images are protected batch by batch. Finished batches are kept in a hidden folder beside the copy, so that a killed run
+resumes where it stopped, and the copy itself appears whole at the end or not at all. The secret that all draws of a run
+come from is stored in that folder too, and is removed with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shape_text
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import Streams
@@ -34,17 +34,26 @@ from gradveil.data.readers.image_folder import by_class, decode, subfolders
 from gradveil.data.readers.npz import read_npz
 from gradveil.data.resize import resize_square
 from gradveil.defenses import Defense, Setup, Step, parse
-from gradveil.storage.files import LOCK, DiskFull, alone_in, room_for, sync_folder, write_json, write_tensors
+from gradveil.storage.files import (
+    LOCK,
+    DiskFull,
+    alone_in,
+    is_temporary,
+    room_for,
+    sync_folder,
+    write_json,
+    write_tensors,
+)
 
 BATCH = 128
-NOTE = "run.json"
+MARKER = ".gradveil-protect.json"  # says that a folder of unfinished work is ours, and of which run
 SOFT = ("mixup", "instahide")  # batch-stage defenses that need no model: they encode images, and soften labels
 LOSSLESS = {".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}  # JPEG would undo what a defense put into the pixels
 
 
 @dataclass(frozen=True)
 class Source:
-    """The images to protect, and what they are called."""
+    """The images to protect, with the names of their classes and files."""
 
     batch: Batch
     class_names: tuple[str, ...] | None
@@ -81,38 +90,79 @@ def protect_files(
     """
     method = parse(defense)
     soft = _check_stages(method)
-    found = _read(source, size)
-    work, done = target.parent / f".{target.name}.unfinished", found.batch
-    others = _public(public, found.batch.x) if public else None
-    mean, std = _normalisation(others, found.batch.x.shape[1])
-    key = _key(method, found, others, reproducible)
-    if not (
-        target.exists() and _secret(work, key)
-    ):  # killed after the copy was put in place: there is little left to do
-        _check_target(source, target, found, soft)
-    with room_for(target), alone_in(work, "protect"):
-        secret = _begin(work, key)
+    originals = _read(source, size)
+    others = _public(public, originals.batch.x) if public else None
+    mean, std = _normalisation(others, originals.batch.x.shape[1])
+    work = WorkFolder(target.parent / f".{target.name}.unfinished", _key(method, originals, others, reproducible))
+    work.check()
+    # A run that was killed after the copy was put in place has only its work folder left to remove.
+    if not (target.exists() and work.secret()):
+        _check_target(source, target, originals, soft)
+    with room_for(target), alone_in(work.path, "protect"):
+        secret = work.begin()
         streams = Streams(secret, fresh=False) if reproducible is None else Streams.of_seed(reproducible)
-        job = Job(work, others, found.classes, mean, std, streams, progress)
+        job = Job(work.path, others, originals.classes, mean, std, streams, progress)
+        protected = originals.batch
         try:
-            for place, part in enumerate(
-                method.parts
-            ):  # each on what the one before made, partners for mixing included
-                done = job.apply(part, place, done)
+            for place, part in enumerate(method.parts):  # each on the result of the one before
+                protected = job.apply(part, place, protected)
         except DiskFull:
             raise
-        except UserError:  # nothing to go on with
-            shutil.rmtree(work)
+        except UserError:  # there is nothing to resume from
+            work.remove()
             raise
-        if target.exists():
-            pass
-        elif found.files is None or soft:
-            _write_npz(target, work, found, done, {"mean": mean, "std": std} if soft else {})
-        else:
-            _write_folder(target, work, found, done)
-        _empty(work, NOTE)  # the note last: it says whose copy is in place
-        shutil.rmtree(work)
-    return Copy(target, found.batch, done)
+        if not target.exists():
+            if originals.files is None or soft:
+                constants = {"mean": mean, "std": std} if soft else {}
+                _write_npz(target, work.path, originals, protected, constants)
+            else:
+                _write_folder(target, work.path, originals, protected)
+        work.remove()
+    return Copy(target, originals.batch, protected)
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """The hidden folder of unfinished work. A folder without our marker is the user's and is never touched."""
+
+    path: Path
+    key: str  # of the run
+
+    def check(self) -> None:
+        """Refuse a folder that holds anything but our work."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir() or self.path.is_symlink():
+            raise UserError(f"{self.path}: unfinished work is kept there, but it is not a folder; move it away.")
+        names = {path.name for path in self.path.iterdir()}
+        if MARKER not in names and any(name != LOCK and not is_temporary(name) for name in names):
+            raise UserError(f"{self.path}: holds files that are not gradveil's; move it away, or choose another DST.")
+
+    def secret(self) -> bytes | None:
+        """The stored secret, if the unfinished work is of this run."""
+        try:
+            marker = json.loads((self.path / MARKER).read_text(encoding="utf-8"))
+            return bytes.fromhex(marker["secret"]) if marker["key"] == self.key else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged: begin anew
+            return None
+
+    def begin(self) -> bytes:
+        """The secret of the run: the stored one, or a new one. Finished batches of another run are removed."""
+        if secret := self.secret():
+            return secret
+        self._empty()
+        secret = secrets.token_bytes(32)
+        write_json(self.path / MARKER, {"key": self.key, "secret": secret.hex()})  # mode 600, as every file
+        return secret
+
+    def remove(self) -> None:
+        self._empty()  # the marker last: until then the folder is known as ours
+        shutil.rmtree(self.path)
+
+    def _empty(self) -> None:
+        for path in self.path.iterdir():
+            if path.name not in (LOCK, MARKER):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _check_stages(method: Defense) -> bool:
@@ -152,7 +202,7 @@ def _batch(images: Images) -> Batch:
     return Batch(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float(), torch.from_numpy(images.y))
 
 
-def _check_target(source: Path, target: Path, found: Source, soft: bool) -> None:
+def _check_target(source: Path, target: Path, originals: Source, soft: bool) -> None:
     if target.exists():
         raise UserError(f"{target}: exists already; give another place, or remove it.")
     if source.resolve() in target.resolve().parents:
@@ -160,8 +210,8 @@ def _check_target(source: Path, target: Path, found: Source, soft: bool) -> None
     archive = target.suffix.lower() == ".npz"
     if soft and not archive:
         raise UserError(f"{target}: labels become soft, which folders cannot hold; give a name that ends in .npz.")
-    if not soft and archive != (found.files is None):
-        wanted = "an .npz file" if found.files is None else "a folder"
+    if not soft and archive != (originals.files is None):
+        wanted = "an .npz file" if originals.files is None else "a folder"
         raise UserError(f"{target}: the copy of {source} is {wanted}; give a name for that.")
 
 
@@ -169,16 +219,16 @@ def _public(text: str, private: Tensor) -> Batch:
     """Every image of another data set, but for those that are to be protected."""
     pool = load(text).pool()
     if pool.x.shape[1:] != private.shape[1:]:
-        theirs, ours = ("×".join(map(str, x.shape[1:])) for x in (pool.x, private))
-        raise UserError(f"public images of '{text}' are {theirs}, these are {ours}; they must be alike (see size=).")
-    own = {_bytes(image) for image in private}
-    rest = pool[[i for i, image in enumerate(pool.x) if _bytes(image) not in own]]
-    if not len(rest):
+        theirs, ours = (shape_text(x.shape[1:]) for x in (pool.x, private))
+        raise UserError(f"public images of '{text}' are {theirs}, these are {ours}; they must be equal (see size=).")
+    private_hashes = {_hash(image) for image in private}
+    others = pool[[i for i, image in enumerate(pool.x) if _hash(image) not in private_hashes]]
+    if not len(others):
         raise UserError(f"every public image of '{text}' is among those to protect; give others.")
-    return rest
+    return others
 
 
-def _bytes(image: Tensor) -> bytes:
+def _hash(image: Tensor) -> bytes:
     return hashlib.blake2b((image * 255).round().byte().numpy().tobytes(), digest_size=16).digest()
 
 
@@ -190,43 +240,18 @@ def _normalisation(public: Batch | None, channels: int) -> tuple[Tensor, Tensor]
     return mean, torch.where(std > 1e-3, std, torch.ones_like(std))
 
 
-def _key(method: Defense, found: Source, public: Batch | None, reproducible: int | None) -> str:
+def _key(method: Defense, originals: Source, public: Batch | None, reproducible: int | None) -> str:
     """One key for one result."""
-    key = hashlib.sha256(f"{method.spec}\x1f{reproducible}\x1f{found.class_names}\x1f{found.files}".encode())
-    for batch in (found.batch, public):
+    key = hashlib.sha256(f"{method.spec}\x1f{reproducible}\x1f{originals.class_names}\x1f{originals.files}".encode())
+    for batch in (originals.batch, public):
         for part in (batch.x, batch.y) if batch else ():
             key.update(f"{tuple(part.shape)}".encode() + part.numpy().tobytes())
     return key.hexdigest()
 
 
-def _begin(work: Path, key: str) -> bytes:
-    """The secret of the run: the stored one, or a new one. Finished batches of another run are of no use."""
-    if secret := _secret(work, key):
-        return secret
-    _empty(work)
-    secret = secrets.token_bytes(32)
-    write_json(
-        work / NOTE, {"key": key, "secret": secret.hex()}
-    )  # readable for the owner alone, as all that is written
-    return secret
-
-
-def _secret(work: Path, key: str) -> bytes | None:
-    """The secret of the run that the batches in the folder are of, if it is this run."""
-    file = work / NOTE
-    note = json.loads(file.read_text()) if file.exists() else {}
-    return bytes.fromhex(note["secret"]) if note.get("key") == key else None
-
-
-def _empty(work: Path, *kept: str) -> None:
-    for path in work.iterdir():
-        if path.name not in (LOCK, *kept):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 @dataclass(frozen=True)
 class Job:
-    """What the batches of a run have in common."""
+    """What all batches of a run share."""
 
     work: Path
     public: Batch | None
@@ -237,15 +262,15 @@ class Job:
     progress: Progress | None
 
     def apply(self, part: Defense, place: int, data: Batch) -> Batch:
-        """One defense on all the images, a batch at a time; those that are done already are read."""
+        """One defense on all images, batch by batch; finished batches are read."""
         files = [self.work / f"{place}-{i:06d}.safetensors" for i in range(-(-len(data) // BATCH))]
         memory = None if all(file.exists() for file in files) else part.prepare(self._setup(place, data))
         rows: list[Tensors] = []
         for i, file in enumerate(files):
             if not file.exists():
-                rows_in = data[i * BATCH : (i + 1) * BATCH]
-                made = self._encode(part, memory, rows_in, self.streams("protect", place, i))
-                write_tensors(file, {"x": made.x, "y": made.y})
+                batch = data[i * BATCH : (i + 1) * BATCH]
+                encoded = self._encode(part, memory, batch, self.streams("protect", place, i))
+                write_tensors(file, {"x": encoded.x, "y": encoded.y})
             rows.append(load_file(file))
             if self.progress:
                 self.progress(part.name, i + 1, len(files))
@@ -271,16 +296,16 @@ def _pixels(x: Tensor) -> Array:
     return (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
-def _write_npz(target: Path, work: Path, found: Source, done: Batch, more: Tensors) -> None:
+def _write_npz(target: Path, work: Path, originals: Source, protected: Batch, more: Tensors) -> None:
     """Images as they were given, bytes or floats; with soft labels floats, which may lie outside [0, 1]."""
-    floats = found.floats or done.y.is_floating_point()
+    floats = originals.floats or protected.y.is_floating_point()
     arrays = {
-        "images": done.x.permute(0, 2, 3, 1).numpy() if floats else _pixels(done.x),
-        "labels": done.y.numpy(),
+        "images": protected.x.permute(0, 2, 3, 1).numpy() if floats else _pixels(protected.x),
+        "labels": protected.y.numpy(),
         **{name: value.numpy() for name, value in more.items()},
     }
-    if found.class_names:
-        arrays["class_names"] = np.array(found.class_names)
+    if originals.class_names:
+        arrays["class_names"] = np.array(originals.class_names)
     temporary = work / "copy.npz"
     np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
     with temporary.open("rb+") as file:
@@ -289,11 +314,11 @@ def _write_npz(target: Path, work: Path, found: Source, done: Batch, more: Tenso
     sync_folder(target.parent)
 
 
-def _write_folder(target: Path, work: Path, found: Source, done: Batch) -> None:
-    assert found.files is not None
+def _write_folder(target: Path, work: Path, originals: Source, protected: Batch) -> None:
+    assert originals.files is not None
     folder = work / "copy"
     shutil.rmtree(folder, ignore_errors=True)
-    for path, image in zip(_names(found.files), _pixels(done.x), strict=True):
+    for path, image in zip(_names(originals.files), _pixels(protected.x), strict=True):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / path)
     if hasattr(os, "sync"):
