@@ -56,13 +56,14 @@ class ModelFunction:
         self.module.train(mode == "train")
         for part in self.module.modules():
             if getattr(part, "inplace", False):
-                part.inplace = False  # type: ignore[assignment]  # a captured activation must not be overwritten
+                vars(part)["inplace"] = False  # a captured activation must not be overwritten
         if mode == "train":
             replace_all_batch_norm_modules_(self.module)  # batch statistics, no running ones: pure
         self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
         if not self.trainable:
             raise UserError("the model has no trainable parameters, so there is no update to attack.")
-        self._penalties = [m for m in self.module.modules() if callable(getattr(m, "penalty", None))]
+        penalties = (getattr(m, "penalty", None) for m in self.module.modules())
+        self._penalties: list[Callable[[], Tensor]] = [p for p in penalties if callable(p)]
         self._routes: dict[tuple[torch.Size, bool], Route] = {}
 
     def drop_penalties(self) -> None:
@@ -89,21 +90,23 @@ class ModelFunction:
 
     def __call__(self, state: Tensors, x: Tensor, noise: Tensors | None = None) -> Tensor:
         output = self._forward(state, x, noise)
-        for part in self._penalties:
-            part.penalty()  # type: ignore[operator]  # taken out, so that the module keeps nothing of the images
+        for penalty in self._penalties:
+            penalty()  # taken out, so that the module keeps nothing of the images
         return output
 
     def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
-        return functional_call(self.module, {**state, **(noise or {})}, (x,))  # type: ignore[no-any-return]
+        output: Tensor = functional_call(self.module, {**state, **(noise or {})}, (x,))
+        return output
 
     def loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
         value = self.loss_fn(self._forward(state, x, noise), y)
-        for part in self._penalties:
-            value = value + part.penalty()  # type: ignore[operator]
+        for penalty in self._penalties:
+            value = value + penalty()
         return value
 
     def _one(self, parameters: Tensors, fixed: Tensors, x: Tensor, y: Tensor, noise: Tensors) -> Tensors:
-        return grad(lambda p: self.loss({**fixed, **p}, x, y, noise))(parameters)  # type: ignore[no-any-return]
+        gradient: Tensors = grad(lambda p: self.loss({**fixed, **p}, x, y, noise))(parameters)
+        return gradient
 
     def gradient(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensors:
         """The gradient of one batch, detached: what an undefended client computes."""

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,14 +53,14 @@ def _made(found: Any, name: str) -> Loss:
     if not callable(found):
         raise UserError(f"loss '{name}' is a {type(found).__name__}; give a function of (outputs, targets).")
     if not inspect.isclass(found) and _takes_any(found):
-        return found  # type: ignore[no-any-return]
+        return cast(Loss, found)
     try:
         made = found()
     except Exception as error:  # the user's own code: whatever it raises is the message
         raise UserError(f"loss '{name}' raised {type(error).__name__}: {' '.join(str(error).split())}") from None
     if not callable(made):
         raise UserError(f"loss '{name}' returned a {type(made).__name__}; give a function of (outputs, targets).")
-    return made  # type: ignore[no-any-return]
+    return cast(Loss, made)
 
 
 def _takes_any(function: Callable[..., Any]) -> bool:

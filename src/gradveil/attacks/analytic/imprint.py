@@ -38,7 +38,8 @@ class ImprintBlock(nn.Module):
             self.back.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.back(self.act(self.question(x.flatten(1)))).view_as(x)  # type: ignore[no-any-return]
+        output: Tensor = self.back(self.act(self.question(x.flatten(1))))
+        return output.view_as(x)
 
 
 class Imprinted(nn.Module):
@@ -49,7 +50,8 @@ class Imprinted(nn.Module):
         self.imprint, self.model = block, model
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(self.imprint(x))  # type: ignore[no-any-return]
+        output: Tensor = self.model(self.imprint(x))
+        return output
 
 
 @attack("imprint", targets="unused")

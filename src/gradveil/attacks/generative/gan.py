@@ -77,7 +77,8 @@ class Critic(nn.Module):
         if self.classes:
             told = F.one_hot(y, self.classes).to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])
             x = torch.cat([x, told], 1)
-        return self.last(self.layers(x)).squeeze(1)  # type: ignore[no-any-return]
+        score: Tensor = self.last(self.layers(x))
+        return score.squeeze(1)
 
 
 def _doublings(shape: tuple[int, int, int]) -> tuple[int, int]:

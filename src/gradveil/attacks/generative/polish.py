@@ -38,7 +38,7 @@ def polish(
 
 def _through(network: nn.Module, decoded: Tensor, means: Tensor) -> Tensor:
     """The network adds to what it is shown."""
-    return decoded + network(torch.cat([decoded, means], 1))  # type: ignore[no-any-return]
+    return decoded.add(network(torch.cat([decoded, means], 1)))
 
 
 def _network_for(decoded: Tensor, means: Tensor, truth: Tensor, cache: Path | None) -> nn.Module:

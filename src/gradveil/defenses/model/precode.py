@@ -54,7 +54,8 @@ class VariationalBottleneck(nn.Module):
         divergence = 0.5 * (mean**2 + std**2 - 1 - 2 * log_std).sum(1)
         self._divergence = divergence.mean()
         noise = torch.randn_like(mean) if self.noise is None else self.noise.to(mean)
-        return self.decoder(mean + std * noise).view_as(z)  # type: ignore[no-any-return]
+        decoded: Tensor = self.decoder(mean + std * noise)
+        return decoded.view_as(z)
 
     def penalty(self) -> Tensor:
         """β·KL, the mean over the images of the last forward pass: to be added to the loss."""
@@ -81,7 +82,8 @@ class Guarded(nn.Module):
         self.layer = layer
 
     def forward(self, z: Tensor) -> Tensor:
-        return self.layer(self.bottleneck(z))  # type: ignore[no-any-return]
+        output: Tensor = self.layer(self.bottleneck(z))
+        return output
 
 
 @defense("precode", counters=["precode-ignore", "precode-latent", "precode-signal"], random=True)

@@ -19,6 +19,6 @@ class Clip(Defense):
     norm: float = Field(default=1.0, gt=0)
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        size = torch.sqrt(sum((g.double() ** 2).sum() for g in tensors.values()))  # type: ignore[arg-type]
+        size = torch.stack([(g.double() ** 2).sum() for g in tensors.values()]).sum().sqrt()
         scale = (self.norm / size.clamp_min(1e-12)).clamp_max(1.0)
         return {name: g * scale.to(g) for name, g in tensors.items()}

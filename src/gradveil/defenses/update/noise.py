@@ -6,6 +6,8 @@ own. `std` and `scale` are the standard deviation and the Laplace scale, whateve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field
 
@@ -37,8 +39,8 @@ class Laplace(Defense):
         return {name: g + self.scale * _laplace(_like(g, torch.rand, step)) for name, g in tensors.items()}
 
 
-def _like(g: torch.Tensor, draw: object, step: Step) -> torch.Tensor:
-    return draw(g.shape, generator=step.rng).to(g)  # type: ignore[operator, no-any-return]
+def _like(g: torch.Tensor, draw: Callable[..., torch.Tensor], step: Step) -> torch.Tensor:
+    return draw(g.shape, generator=step.rng).to(g)
 
 
 def _laplace(uniform: torch.Tensor) -> torch.Tensor:
