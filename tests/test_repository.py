@@ -194,10 +194,10 @@ def occurrences(pattern: str) -> Callable[[ast.AST, str], int]:
 
 # What is counted in the source, how often it may stand there today, and the aim. Lower a ceiling whenever you can.
 CEILINGS: dict[str, tuple[Callable[[ast.AST, str], int], int, int]] = {
-    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 104, 25),
-    "type: ignore": (occurrences(r"type: ignore"), 39, 15),
+    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 95, 25),
+    "type: ignore": (occurrences(r"type: ignore"), 21, 15),
     "lines": (lambda tree, text: len(text.splitlines()), 22_600, 22_300),
-    "vague names": (lambda tree, text: len(vague_names(tree)), 313, 0),
+    "vague names": (lambda tree, text: len(vague_names(tree)), 297, 0),
     "banned words": (occurrences(r"(?i)(?<![a-z])(?:" + "|".join(BANNED) + r")(?![a-z])"), 31, 0),
     "Client(": (lambda tree, text: len(constructions_of_client(tree)), 1, 1),
 }
