@@ -37,8 +37,7 @@ from torch import Tensor
 from gradveil import __version__
 from gradveil.attacks.base import Target
 from gradveil.attacks.matching import swift
-from gradveil.attacks.matching.distances import RelativeL2
-from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.matching.problem import residual
 from gradveil.attacks.registry import parse
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
@@ -232,9 +231,7 @@ def race(data: DataSet, seed: int, peer: Peer, *, count: int, images: int, lengt
 def chosen(target: Target, x: Tensor) -> Tensor:
     """Of a victim's rows the one with the lowest residual, as pixels."""
     each = len(x) // target.shape[0]
-    with torch.no_grad():
-        residual = Problem(target, RelativeL2(), (), restarts=each).residual(x, RelativeL2())
-    pick = residual.nan_to_num(nan=float("inf")).unflatten(0, (-1, each)).argmin(1) + torch.arange(len(x))[::each]
+    pick = residual(target, x).unflatten(0, (-1, each)).argmin(1) + torch.arange(len(x))[::each]
     return target.denormalize(x[pick, 0]).clamp(0, 1)
 
 

@@ -5,21 +5,23 @@ from typing import Any
 
 import pytest
 
-from gradveil.attacks.matching import LBFGS, Match, Problem, engine
+from gradveil.attacks.base import Target
+from gradveil.attacks.matching.optimizers import LBFGS
+from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
 
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> int:
     """Every search ends after so many steps: for what does not depend on how far an attack gets."""
     steps = 2
-    second, first = LBFGS.minimize, engine._first_order
+    minimum, build = LBFGS.minimize, Problem.__init__
 
     def minimize(self: LBFGS, objective: Any, x: Any, most: int, tick: Any = None) -> Any:
-        return second(dataclasses.replace(self, evaluations=2), objective, x, min(most, steps), tick)
+        return minimum(dataclasses.replace(self, evaluations=2), objective, x, min(most, steps), tick)
 
-    def first_order(problem: Problem, match: Match, x: Any) -> Any:
-        return first(problem, dataclasses.replace(match, steps=min(match.steps, steps)), x)
+    def init(self: Problem, target: Target, match: Match, insight: Insight = NOTHING) -> None:
+        build(self, target, dataclasses.replace(match, steps=min(match.steps, steps)), insight)
 
     monkeypatch.setattr(LBFGS, "minimize", minimize)
-    monkeypatch.setattr(engine, "_first_order", first_order)
+    monkeypatch.setattr(Problem, "__init__", init)
     return steps

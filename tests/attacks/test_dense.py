@@ -11,8 +11,8 @@ from gradveil.attacks.base import Target
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching import dense
 from gradveil.attacks.matching.distances import L2, Cosine
-from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match, Problem
 from gradveil.core.randomness import generator
 
 
@@ -26,7 +26,7 @@ def target(observe_victims: Callable, **how: object) -> Target:
 @pytest.mark.parametrize("model", ["smlp", "dmlp"])
 def test_it_gives_what_the_exact_route_gives(observe_victims: Callable, model: str, defense: str, batch: int) -> None:
     one = target(observe_victims, model=model, victims=2, batch_size=batch, defense=defense)
-    problem = Problem(one, Cosine(), (TV(1e-3),), restarts=2)
+    problem = Problem(one, Match(Cosine(), (TV(1e-3),), restarts=2))
     route = dense.objective(problem)
     assert route is not None
     x = torch.randn(4, *one.shape[1:], generator=generator(1, "x"))
@@ -37,5 +37,5 @@ def test_it_gives_what_the_exact_route_gives(observe_victims: Callable, model: s
 
 
 def test_it_stands_back_where_it_does_not_apply(observe_victims: Callable) -> None:
-    assert dense.objective(Problem(target(observe_victims, model="lenet", victims=1), Cosine(), ())) is None
-    assert dense.objective(Problem(target(observe_victims, model="smlp", victims=1), L2(), ())) is None
+    assert dense.objective(Problem(target(observe_victims, model="lenet", victims=1), Match(Cosine(), ()))) is None
+    assert dense.objective(Problem(target(observe_victims, model="smlp", victims=1), Match(L2(), ()))) is None

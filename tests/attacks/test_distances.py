@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradveil.attacks.matching import (
+from gradveil.attacks.matching.distances import (
     L1,
     L2,
     Cosine,
@@ -19,9 +19,9 @@ from gradveil.attacks.matching import (
     LaplaceLikelihood,
     LayerCosine,
     LayerNorms,
+    PerRow,
     RelativeL2,
 )
-from gradveil.attacks.matching.distances import PerRow
 
 Arrays = list[NDArray[np.float64]]
 ROWS, SHAPES = 3, [(4, 2, 3, 3), (4,), (5, 8), (1,)]
@@ -108,5 +108,5 @@ def test_a_portfolio_gives_each_row_its_own_distance() -> None:
     assert torch.equal(mixed(found, wanted), torch.stack([twos[0], ones[1], twos[2]]))
     some = torch.tensor([1, 2])
     assert torch.equal(
-        mixed.rows(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]])
+        mixed.select(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]])
     )

@@ -10,23 +10,15 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import parse
-from gradveil.attacks.base import Target
+from gradveil.attacks.base import Answer, Target
 from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching import (
-    L2,
-    LBFGS,
-    TV,
-    Adam,
-    Cosine,
-    Match,
-    Problem,
-    RelativeL2,
-    Solution,
-    Start,
-    solve,
-    swift,
-)
-from gradveil.attacks.matching.engine import choose, match_and_choose
+from gradveil.attacks.matching import swift
+from gradveil.attacks.matching.distances import L2, Cosine, RelativeL2
+from gradveil.attacks.matching.engine import Solution, choose, match_and_choose, solve
+from gradveil.attacks.matching.optimizers import LBFGS, Adam
+from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
+from gradveil.attacks.matching.starts import Start
 from gradveil.core.observation import Observation, Trace
 from gradveil.core.randomness import generator
 from gradveil.core.types import LocalTraining
@@ -50,16 +42,16 @@ def test_the_truth_has_no_residual_and_others_have(
 ) -> None:
     seen, truth = observe_victims(data=shapes, victims=3, training=training)
     target = target_of(seen)
-    problem = Problem(target, RelativeL2(), ())
     x = inputs(target, truth)
-    assert problem.residual(x, RelativeL2()).max() < 1e-8
-    assert problem.residual(x.roll(1, 0), RelativeL2()).min() > 1e-3
+    assert residual(target, x).max() < 1e-8
+    assert residual(target, x.roll(1, 0)).min() > 1e-3
+    assert torch.equal(residual(target, x), Problem(target, Match(RelativeL2(), ())).residual(x))
 
 
 def test_value_and_slope_are_those_of_distance_and_priors(observe_victims: Callable, shapes: DataSet) -> None:
     seen, _ = observe_victims(data=shapes, victims=2)
     target = target_of(seen)
-    problem = Problem(target, Cosine(), (TV(0.1),), restarts=2)
+    problem = Problem(target, Match(Cosine(), (TV(0.1),), restarts=2))
     x = torch.randn(4, 1, *shapes.input_shape, generator=generator(0, "x")).requires_grad_()
     with torch.no_grad():
         value, slope = problem(x)
@@ -68,7 +60,7 @@ def test_value_and_slope_are_those_of_distance_and_priors(observe_victims: Calla
         found = target.model.gradients(target.state, image[None], target.labels[victim][None])
         ours = torch.cat([g.flatten() for g in found.values()])
         theirs = torch.cat([g.flatten() for g in seen[victim].update.tensors.values()])
-        direct = 1 - torch.cosine_similarity(ours, theirs, dim=0) + TV(0.1)(image[None], problem, None)[0]
+        direct = 1 - torch.cosine_similarity(ours, theirs, dim=0) + 0.1 * TV().variation(image[None])[0]
         (wanted,) = torch.autograd.grad(direct, x, retain_graph=True)
         assert float(value[row]) == pytest.approx(float(direct.detach()), rel=1e-4)
         assert torch.allclose(slope[row], wanted[row], rtol=1e-3, atol=1e-6)
@@ -85,10 +77,44 @@ def test_masks_and_dropped_tensors_do_not_count(observe_victims: Callable, shape
     x, mask = inputs(target, truth), torch.ones_like(spoiled[0]["fc.weight"])
     mask[:, :5] = 0
     kept = [n for n in target.model.trainable if n != "fc.bias"]
-    assert Problem(target, L2(), ()).residual(x, L2()).min() > 1
-    for weight in (mask, torch.stack([mask, mask])):  # shared, or one for each victim
-        problem = Problem(target, L2(), (), keep=kept, weights={"fc.weight": weight})
-        assert problem.residual(x, L2()).max() < 1e-6
+    assert residual(target, x, L2()).min() > 1
+    masks = Insight({"fc.weight": torch.stack([mask, mask])}, keep=kept)
+    assert residual(target, x, L2(), masks).max() < 1e-6
+
+
+def test_each_victim_keeps_its_mask_in_a_subset(observe_victims: Callable, shapes: DataSet) -> None:
+    seen, truth = observe_victims(data=shapes, victims=3)
+    for place, observation in enumerate(seen):  # a different column is spoiled for each victim
+        observation.update.tensors["fc.weight"][:, place] += 100.0
+    target = target_of(seen)
+    target.labels = torch.stack([t.original.y for t in truth])
+    masks = torch.ones(3, *seen[0].update.tensors["fc.weight"].shape)
+    for place in range(3):
+        masks[place, :, place] = 0
+    insight, x = Insight({"fc.weight": masks}), inputs(target, truth)
+    assert residual(target, x, L2(), insight).max() < 1e-6
+    part = [2, 0]
+    assert residual(target.subset(part), x[part], L2(), insight.subset(part)).max() < 1e-6
+    assert residual(target.subset(part), x[part], L2(), insight.subset([0, 2])).min() > 1
+
+
+def test_an_insight_says_whether_it_holds_anything() -> None:
+    assert NOTHING.is_empty
+    assert Insight() == NOTHING
+    for insight in (Insight({"fc.weight": torch.ones(1)}), Insight(keep=[]), Insight(transform=dict)):
+        assert not insight.is_empty
+
+
+def test_nothing_known_begins_with_the_closed_form_however_it_is_written(
+    observe_victims: Callable, shapes: DataSet
+) -> None:
+    """What an insight holds decides, not which object it is."""
+    seen, _ = observe_victims(data=shapes, victims=1)
+    evaluations = [
+        swift.Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target_of(seen), insight).iterations
+        for insight in (NOTHING, Insight(weights={}), Insight(keep=seen[0].model.trainable))
+    ]
+    assert evaluations[0] == evaluations[1] == 0 < evaluations[2]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -97,12 +123,12 @@ def test_masks_and_dropped_tensors_do_not_count(observe_victims: Callable, shape
 def test_the_lowest_residual_is_chosen_for_each_victim(observe_victims: Callable, shapes: DataSet) -> None:
     seen, _ = observe_victims(data=shapes, victims=3)
     target = target_of(seen)
-    problem = Problem(target, L2(), (), restarts=2)
+    problem = Problem(target, Match(L2(), (), restarts=2))
     x = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, *target.shape[1:])
     nan = float("nan")
-    residual = torch.tensor([0.5, 0.1, 0.2, 0.9, nan, 3.0])
+    residuals = torch.tensor([0.5, 0.1, 0.2, 0.9, nan, 3.0])
     value = torch.tensor([0.0, 9.0, 9.0, 0.0, 0.0, 9.0])  # with priors: not what decides
-    answer = choose(target, problem, Solution(x, value, residual, problem.labels, 7, {}))
+    answer = choose(problem, Solution(x, value, residuals, problem.rows.labels, 7, {}))
     assert answer.x.amax((1, 2, 3, 4)).tolist() == [1.0, 2.0, 5.0]
     assert answer.score.tolist() == pytest.approx([0.1, 0.2, 3.0])
 
@@ -114,10 +140,10 @@ def test_among_many_starts_the_truth_is_recognised_without_being_known(
     target = target_of(seen)
     x = torch.randn(2, 3, *target.shape[1:], generator=generator(0, "x"))
     x[0, 2], x[1, 0] = inputs(target, truth)
-    problem = Problem(target, L2(), (), restarts=3)
+    problem = Problem(target, Match(L2(), (), restarts=3))
     x = x.flatten(0, 1)
-    residual = problem.residual(x, L2())
-    answer = choose(target, problem, Solution(x, residual, residual, problem.labels, 0, {}))
+    residuals = problem.residual(x)
+    answer = choose(problem, Solution(x, residuals, residuals, problem.rows.labels, 0, {}))
     assert torch.equal(answer.x, inputs(target, truth))
 
 
@@ -160,8 +186,8 @@ def test_a_box_keeps_pixels_in_range_and_the_best_is_kept(observe_victims: Calla
     seen, _ = observe_victims(data=shapes, victims=2)
     match = Match(Cosine(), (TV(1e-4),), Adam(5.0, signed=True), steps=15, box=True, decay=False)  # far too long steps
     target = target_of(seen)
-    problem = Problem(target, match.distance, match.priors)
-    solution = solve(target, match, problem=problem)
+    problem = Problem(target, match)
+    solution = solve(problem)
     pixels = target.denormalize(solution.x)
     assert -1e-5 <= float(pixels.min()) <= float(pixels.max()) <= 1 + 1e-5
     with torch.no_grad():
@@ -175,8 +201,31 @@ def test_patience_ends_a_run_that_no_longer_improves(observe_victims: Callable, 
     seen, truth = observe_victims(data=shapes, victims=1)
     target = target_of(seen)
     match = Match(L2(), (), Adam(0.1), steps=400, patience=50, decay=False)
-    solution = solve(target, match, start=inputs(target, truth))  # nothing is better than the truth
+    solution = solve(Problem(target, match), start=inputs(target, truth))  # nothing is better than the truth
     assert solution.iterations < 300
+
+
+# -- labels as unknowns ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [LBFGS(), Adam(0.1)])
+def test_labels_can_be_unknowns_under_either_kind_of_optimiser(
+    optimizer: Adam | LBFGS, observe_victims: Callable, shapes: DataSet
+) -> None:
+    seen, truth = observe_victims(data=shapes, victims=2)
+    target = target_of(seen)
+    match = Match(L2(), (), optimizer, steps=60, learn_labels=True, box=True)
+    problem = Problem(target, match)
+    solution = solve(problem, start=inputs(target, truth))
+    assert solution.labels.shape == (2, 1, 3)
+    assert torch.allclose(solution.labels.sum(-1), torch.ones(2, 1))
+    assert solution.labels.argmax(-1).tolist() == [t.original.y.tolist() for t in truth]
+    again = problem.residual(solution.x, solution.labels)
+    assert torch.allclose(solution.residual, again)
+    assert torch.allclose(solution.value, again, rtol=1e-3, atol=1e-6)  # no priors: the value is the residual
+    limited = Problem(target_of(seen), match)  # the same draws again
+    limited.at_once = 1
+    assert torch.allclose(solve(limited, start=inputs(target, truth)).value, solution.value, rtol=1e-2, atol=1e-5)
 
 
 # -- company -----------------------------------------------------------------------------------------------------------
@@ -229,9 +278,9 @@ def test_swift_gives_a_noisy_victim_the_same_starts_in_any_company(
     close, _ = observe_victims(data=shapes, victims=1)
     far, _ = observe_victims(data=shapes, victims=2, defense="gaussian:std=1.0")
 
-    def portfolio(target: Target, scale: float, *_: object) -> tuple[Tensor, Tensor, int]:
-        residual = [0.01 if o is close[0] else 100.0 for o in target.observations]
-        return Start(scale=scale).draw(target, 1, target.rng), torch.tensor(residual), 1
+    def portfolio(target: Target, _: Insight, scale: float) -> Answer:
+        residuals = [0.01 if o is close[0] else 100.0 for o in target.observations]
+        return Answer(Start(scale=scale).draw(target, 1, target.rng), torch.tensor(residuals), iterations=1)
 
     monkeypatch.setattr(swift, "_portfolio", portfolio)
     attack = parse("swift:restarts=1,cycles=0")

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from gradveil.attacks.base import Target
 from gradveil.attacks.matching import frozen
 from gradveil.attacks.matching.distances import L2, Cosine, Distance, RelativeL2
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.task import Task
@@ -67,7 +68,7 @@ def reference(one: Target, row: int, x: Tensor, distance: Distance) -> tuple[Ten
 def test_derivative_is_that_of_a_double_backward(spec: str | nn.Module, distance: Distance) -> None:
     one = target(spec)
     x = torch.randn(one.shape, generator=one.rng)
-    route = frozen.Frozen(Problem(one, distance, ()))
+    route = frozen.Frozen(Problem(one, Match(distance, ())))
     for row in range(2):
         value, gradient = route.row(x[row], row)
         true_value, true_gradient = reference(one, row, x[row], distance)
@@ -79,7 +80,7 @@ def test_derivative_is_that_of_a_double_backward(spec: str | nn.Module, distance
 def test_whole_call_has_the_values_and_priors_of_the_exact_route() -> None:
     one = target("convnet:width=4")
     x = torch.randn(one.shape, generator=one.rng)
-    problem = Problem(one, Cosine(), (TV(0.5),))
+    problem = Problem(one, Match(Cosine(), (TV(0.5),)))
     value, gradient = problem(x)
     route = frozen.Frozen(problem)
     found_value, found_gradient = route(x)
@@ -91,7 +92,10 @@ def test_whole_call_has_the_values_and_priors_of_the_exact_route() -> None:
 def test_masks_of_the_first_pass_are_what_makes_it_right() -> None:
     one = target("resnet20:width=8")
     x = torch.randn(one.shape, generator=one.rng)
-    with_masks, without = frozen.Frozen(Problem(one, Cosine(), ())), frozen.Frozen(Problem(one, Cosine(), ()))
+    with_masks, without = (
+        frozen.Frozen(Problem(one, Match(Cosine(), ()))),
+        frozen.Frozen(Problem(one, Match(Cosine(), ()))),
+    )
     without.model, without._layers = one.model, []
     with_masks.epsilon = without.epsilon = 1e-2
     _, true_gradient = reference(one, 0, x[0], Cosine())
@@ -103,14 +107,14 @@ def test_disagreement_falls_back_to_the_exact_route(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(frozen, "AGREEMENT", 1.01)
     one = target("convnet:width=4")
     x = torch.randn(one.shape, generator=one.rng)
-    problem = Problem(one, Cosine(), ())
+    problem = Problem(one, Match(Cosine(), ()))
     route = frozen.Frozen(problem)
     assert torch.equal(route(x)[1], problem(x)[1])
     assert route.exact
 
 
 def test_only_signed_steps_on_large_nets_that_send_a_gradient_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(target("convnet:width=4"), Cosine(), ())
+    problem = Problem(target("convnet:width=4"), Match(Cosine(), ()))
     assert frozen.objective(problem, signed=True) is problem
     monkeypatch.setattr(frozen, "LARGE", 0)
     assert isinstance(frozen.objective(problem, signed=True), frozen.Frozen)
@@ -126,7 +130,7 @@ def test_an_attack_gets_as_far_by_either_route(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(frozen, "LARGE", limit)
         one = target("resnet20:width=4")
         x = torch.randn(one.shape, generator=torch.Generator().manual_seed(3))
-        ends.append((Problem(one, RelativeL2(), ())(x)[0], solve(one, match, start=x).value))
+        ends.append((Problem(one, match)(x)[0], solve(Problem(one, match), start=x).value))
     (begun, fast), (_, exact) = ends
     assert (exact < 0.9 * begun).all()
     # Signed steps amplify what is small: from a start 1e-5 away the exact route itself ends up to 10 % apart in a row,
@@ -138,10 +142,11 @@ def test_an_attack_gets_as_far_by_either_route(monkeypatch: pytest.MonkeyPatch) 
 def test_a_known_transform_of_updates_reaches_both_routes(rows: Tensor | None) -> None:
     one = target("convnet:width=4")
     x = torch.randn(one.shape, generator=one.rng)
-    problem = Problem(one, L2(), (), transform=lambda found: {n: 0.5 * g for n, g in found.items()})
+    halved = Insight(transform=lambda updates: {n: 0.5 * g for n, g in updates.items()})
+    problem = Problem(one, Match(L2(), ()), halved)
     part = slice(None) if rows is None else rows
     ours = one.model.gradients(one.state, x[part], one.labels[part])
     seen = one.updates()
     expected = sum(((0.5 * ours[n] - seen[n][part]) ** 2).flatten(1).sum(1) for n in ours)
-    torch.testing.assert_close(problem.mismatch(x[part], rows), expected)
+    torch.testing.assert_close(problem.mismatch(x[part], problem.rows.at(rows)), expected)
     assert frozen.Frozen(problem).row(x[1], 1)[0].item() == pytest.approx(expected[-1].item(), rel=1e-3)

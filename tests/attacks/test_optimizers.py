@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize, rosen, rosen_der
 from torch import Tensor
 
-from gradveil.attacks.matching import LBFGS, SGD, Adam
+from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
 
 THOROUGH = LBFGS(history=20, tolerance=0.0, patience=10_000)
 

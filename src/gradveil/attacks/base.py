@@ -94,6 +94,12 @@ class Target:
     def denormalize(self, x: Tensor) -> Tensor:
         return self.task.denormalize(x)
 
+    @property
+    def pixel_range(self) -> tuple[Tensor, Tensor]:
+        """Black and white as the network takes them, C × 1 × 1 each."""
+        low, high = (self.normalize(torch.full((self.shape[2], 1, 1), v)) for v in (0.0, 1.0))
+        return low, high
+
     def about(self, observations: list[Observation], labels: Tensor) -> Target:
         """The same work on other observations."""
         return replace(self, observations=observations, labels=labels, _stacked={})

@@ -11,7 +11,7 @@ from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative.rehearsal import copy_of_client
 from gradveil.attacks.generic.expectation import _Defended
-from gradveil.attacks.matching.engine import Match
+from gradveil.attacks.matching.problem import Match
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
 from gradveil.data import DataSet

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.matching.head import linear_layers
+from gradveil.attacks.layers import linear_layers
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings

@@ -1,6 +1,6 @@
 """R-GAP (Zhu and Blaschko 2021): layer by layer back to the image, each layer a linear least-squares problem.
 
-The first fully connected layer gives its input and the signal at it exactly (see `matching/head.py`). Going back through
+The first fully connected layer gives its input and the signal at it exactly (see `attacks/layers.py`). Going back through
 an invertible activation gives a convolution's output z and the signal k at it; its input u then satisfies two sets of
 linear equations at once: conv(u) + b = z, and ∇W = the correlation of u with k. Both are solved together in float64.
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import grad as conv_grad
 
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.matching.head import exact_input, linear_layers
+from gradveil.attacks.layers import exact_input, linear_layers
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings

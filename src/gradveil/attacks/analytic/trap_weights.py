@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.matching.head import linear_layers
+from gradveil.attacks.layers import linear_layers
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.problem import NOTHING, Insight
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
@@ -24,19 +23,19 @@ class ClipAware(Attack):
         return None if clips else "the defense does not clip"
 
     def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, clipped)
+        return Swift().reconstruct(target, clipped(target))
 
 
-def clipped(target: Target) -> dict[str, Any]:
-    """Options of a problem whose candidates are clipped as the defense does it; none where it does not clip."""
+def clipped(target: Target) -> Insight:
+    """Our updates are clipped as the defense does it; nothing where it does not clip."""
     bounds = {p.name: getattr(p, "norm", None) or getattr(p, "clip", None) for p in target.knowledge.defense.parts}
     bound = bounds.get("clip") or (bounds.get("dpsgd") if target.knowledge.batch_size == 1 else None)
     if bound is None:
-        return {}
+        return NOTHING
 
     def clip(tensors: Tensors) -> Tensors:
         size = torch.sqrt(sum((g.flatten(1) ** 2).sum(1) for g in tensors.values()) + 1e-24)  # type: ignore[arg-type]
         scale = (float(bound) / size).clamp_max(1.0)
         return {name: g * scale.view(-1, *(1 for _ in g.shape[1:])) for name, g in tensors.items()}
 
-    return {"transform": clip}
+    return Insight(transform=clip)

@@ -19,9 +19,10 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.clip_aware import clipped
 from gradveil.attacks.matching.distances import L2, Cosine
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation, Sighting
 from gradveil.core.settings import settings
@@ -46,9 +47,9 @@ class NoiseLikelihood(Attack):
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
         steps = self.steps or steps_for(target, 1_500)
         match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
-        problem = Problem(averaged, match.distance, match.priors, restarts=each, **clipped(averaged))
-        solution = solve(averaged, match, problem=problem)
-        misfit = problem.residual(solution.x, L2()).unflatten(0, (-1, each))
+        insight = clipped(averaged)
+        solution = solve(Problem(averaged, match, insight))
+        misfit = residual(averaged, solution.x, L2(), insight).unflatten(0, (-1, each))
         expected = torch.tensor([self._expected(o) for o in target.observations])
         pick = _smoothest(misfit, expected)
         rows = pick + torch.arange(len(pick)) * each

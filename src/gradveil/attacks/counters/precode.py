@@ -11,18 +11,17 @@ On nets that begin with a fully connected layer the image is that layer's exact 
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.distances import Nothing
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
@@ -77,9 +76,8 @@ class PrecodeLatent(Attack):
         head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")
         if head is None:  # the encoder's input is the image itself, or its gradients were changed
             return PrecodeSignal().run(target)
-        match = Match(Nothing(), (), LBFGS(), self.steps, Start(scale=0.1))
-        problem = Problem(head.target, Nothing(), (FeatureMatch(head.features), TV(self.tv, "smoothed")))
-        solution = solve(head.target, match, problem=problem)
+        priors = (FeatureMatch(head.features), TV(self.tv, "smoothed"))
+        solution = solve(Problem(head.target, Match(Nothing(), priors, LBFGS(), self.steps, Start(scale=0.1))))
         return _relabelled(Answer(solution.x, solution.value, iterations=solution.iterations), target)
 
 
@@ -92,14 +90,14 @@ class PrecodeIgnore(Attack):
         return _no_bottleneck(observation)
 
     def run(self, target: Target) -> Answer:
-        return Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target, _before)
+        return Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target, Insight(keep=_before(target)))
 
 
-def _before(target: Target) -> dict[str, Any]:
+def _before(target: Target) -> list[str]:
     path = bottleneck_path(target.first)
     names = target.model.trainable
     cut = next(i for i, n in enumerate(names) if n.startswith(f"{path}.decoder"))
-    return {"keep": names[:cut]}
+    return names[:cut]
 
 
 def _relabelled(answer: Answer, target: Target) -> Answer:

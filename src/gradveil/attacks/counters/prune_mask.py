@@ -5,9 +5,8 @@ LODA and others mask a first-order cosine this way; the same mask under second-o
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.problem import Insight
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
@@ -24,8 +23,5 @@ class PruneMask(Attack):
         return None if pruned else "no tensor of the update has zeroed entries"
 
     def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, _sent)
-
-
-def _sent(target: Target) -> dict[str, Any]:
-    return {"weights": {name: (t != 0).to(t) for name, t in target.updates().items()}}
+        masks = {name: (t != 0).to(t) for name, t in target.updates().items()}
+        return Swift().reconstruct(target, Insight(masks))

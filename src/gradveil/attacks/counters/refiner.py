@@ -23,10 +23,11 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.noise_likelihood import average
 from gradveil.attacks.matching.distances import Cosine
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.fed_images import defense_part
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
@@ -64,10 +65,9 @@ class RefinerPartial(Attack):
         priors = (TV(torch.tensor(weights).repeat(target.shape[0])),)
         steps = self.steps or steps_for(target, 800)
         match = Match(Cosine(), priors, Adam(0.1, signed=True), steps, restarts=each, box=True)
-        problem = Problem(target, match.distance, priors, restarts=each, weights=self._kept(target))
-        found = solve(target, match, problem=problem)
+        solution = solve(Problem(target, match, Insight(self._kept(target))))
         shape = (target.shape[0], each)
-        return found.x.unflatten(0, shape), found.residual.unflatten(0, shape), found.iterations
+        return solution.x.unflatten(0, shape), solution.residual.unflatten(0, shape), solution.iterations
 
     def _kept(self, target: Target) -> Tensors:
         """Refiner's weights for each victim, 0 for those of little weight."""

@@ -5,11 +5,10 @@ Which layer it is needs no secret: its weight gradient has columns of exact zero
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.matching.problem import Insight
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
@@ -25,12 +24,8 @@ class SoteriaDrop(Attack):
         return None if _protected(observation) else "no weight gradient has columns of exact zeros"
 
     def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, _others)
-
-
-def _others(target: Target) -> dict[str, Any]:
-    dropped = {name for o in target.observations for name in _protected(o)}
-    return {"keep": [n for n in target.model.trainable if n not in dropped]}
+        dropped = {name for o in target.observations for name in _protected(o)}
+        return Swift().reconstruct(target, Insight(keep=[n for n in target.model.trainable if n not in dropped]))
 
 
 def _protected(observation: Observation) -> list[str]:

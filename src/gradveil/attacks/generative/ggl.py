@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from gradveil.attacks.budget import steps_for
 from gradveil.attacks.generative.gan import LATENT, Generator, generator_for
 from gradveil.attacks.generative.rehearsal import fits, public_batch
 from gradveil.attacks.matching.distances import Cosine
-from gradveil.attacks.matching.engine import Problem
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.registry import attack
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
+from gradveil.core.types import Tensors
 
 SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
 ROWS = 512  # evaluated at a time
@@ -119,14 +120,14 @@ class _Search:
         # Columns that a defense has zeroed look like features of zero, so where there are many of these none is believed.
         whole = head is not None and float((head.features == 0).float().mean()) < SPARSE
         priors = (FeatureMatch(head.features),) if head and whole else ()
-        self.problem = Problem(inner, Cosine(), priors, weights=_counted(inner))
+        self.problem = Problem(inner, Match(Cosine(), priors), Insight(_sent(inner)))
 
     def images(self, z: Tensor, rows: Tensor) -> Tensor:
         made = self.network(z.flatten(0, 1), self.hard[rows].flatten())
         return self.target.normalize(made.unflatten(0, z.shape[:2]))
 
     def __call__(self, z: Tensor, rows: Tensor) -> Tensor:
-        return self.problem.value(self.images(z, rows), rows) + self.how.weight * self.regularizer(z)
+        return self._value(z, rows) + self.how.weight * self.regularizer(z)
 
     def regularizer(self, z: Tensor) -> Tensor:
         if self.how.regularizer == "norm":
@@ -140,7 +141,10 @@ class _Search:
 
     def mismatch(self, z: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.problem.value(self.images(z, rows), rows)
+            return self._value(z, rows)
+
+    def _value(self, z: Tensor, rows: Tensor) -> Tensor:
+        return self.problem.value(self.images(z, rows), self.problem.rows.at(rows))
 
     def begin(self, draws: int, kept: int) -> Tensor:
         """Of random latents, the same for every victim, those that fit it best: victims · kept × B × dim."""
@@ -161,7 +165,7 @@ def _all_classes(target: Target) -> bool:
     return public is not None and public.hard_labels.unique().tolist() == list(range(target.task.num_outputs))
 
 
-def _counted(target: Target) -> dict[str, Any]:
+def _sent(target: Target) -> Tensors:
     """Of tensors that were thinned out, only what was sent counts."""
     masks = {name: (t != 0).to(t) for name, t in target.updates().items()}
     return {name: mask for name, mask in masks.items() if float(mask.mean()) < 1 - SPARSE}

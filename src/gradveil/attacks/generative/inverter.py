@@ -24,8 +24,7 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.generative.polish import polish
 from gradveil.attacks.generative.rehearsal import Rehearsal, fits, rehearse
-from gradveil.attacks.matching.distances import RelativeL2
-from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.matching.problem import residual
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
@@ -66,8 +65,7 @@ class Inverter(Attack):
             t.view(-1, *target.task.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
         ]
         x = target.normalize(polish(*pictures, cache=target.cache).clamp(0, 1).view(target.shape))
-        residual = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
-        return Answer(x, residual, asked.y.view(target.shape[:2]), iterations=len(rehearsed.x))
+        return Answer(x, residual(target, x), asked.y.view(target.shape[:2]), iterations=len(rehearsed.x))
 
 
 @dataclass

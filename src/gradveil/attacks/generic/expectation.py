@@ -16,10 +16,12 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
-from gradveil.attacks.matching.distances import Cosine, Distance
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.distances import Cosine
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match, Problem
+from gradveil.attacks.matching.rows import Rows
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
@@ -63,7 +65,7 @@ class Expectation(Attack):
         # they were, in the end, by the same draws.
         plain = Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target).x
         start = torch.stack([plain, Start().draw(target, 1, target.rng)], 1).flatten(0, 1)
-        solution = solve(target, match, problem=problem, start=start)
+        solution = solve(problem, start=start)
         options = torch.stack([*solution.x.unflatten(0, (-1, 2)).unbind(1), plain], 1)
         expected = torch.stack([problem.expected(options[:, i]) for i in range(3)], 1)
         pick = torch.nan_to_num(expected, nan=torch.inf).argmin(1)
@@ -86,26 +88,23 @@ class _Defended(Problem):
     """The match, with the defense between the candidate and its update."""
 
     def __init__(self, target: Target, match: Match, client: Client, draws: int):
-        super().__init__(target, match.distance, match.priors, restarts=match.restarts)
+        super().__init__(target, match)
         self.client, self.draws, self.calls = client, draws, 0
         self.sloped: dict[str, bool] = {}  # which tensors keep a slope through the update stage
 
-    def mismatch(
-        self, x: Tensor, rows: Tensor | None = None, labels: Tensor | None = None, distance: Distance | None = None
-    ) -> Tensor:
-        picked = torch.arange(len(x)) if rows is None else rows
+    def mismatch(self, x: Tensor, rows: Rows) -> Tensor:
         self.calls += 1
         total = torch.zeros(len(x))
         for i, state in enumerate(self.states):
-            drawn = [self._defended(x, self.labels[picked], state, (self.calls, i, d)) for d in range(self.draws)]
-            found = {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
-            total = total + self.compare(found, rows, i, distance)
+            drawn = [self._defended(x, rows.labels, state, (self.calls, i, d)) for d in range(self.draws)]
+            mean = {n: torch.stack([t[n] for t in drawn]).mean(0) for n in self.names}
+            total = total + self.compare(mean, rows, i)
         return total / len(self.states)
 
     def expected(self, x: Tensor) -> Tensor:
-        """The mismatch of one image set a victim, by the same draws whenever it is asked."""
+        """The mismatch of one image set per victim, by the same draws at every call."""
         self.calls = -1
-        return self.mismatch(x, torch.arange(len(x)) * self.restarts)
+        return self.mismatch(x, self.rows.at(torch.arange(len(x)) * self.match.restarts))
 
     def _defended(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> Tensors:
         """One defended update of each row of candidate images. All rows see the same draws."""

@@ -10,19 +10,16 @@ explains to many digits says much, and a large one more than a small one. So spo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.distances import LayerCosine
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
@@ -49,32 +46,25 @@ class LayerSubsets(Attack):
 
     def run(self, target: Target) -> Answer:
         rows = [(place, m) for place, o in enumerate(target.observations) for m in _subsets(o, self.most)]
-        every, options = _expanded(target, rows)
+        every, masks = _expanded(target, rows)
         match = Match(LayerCosine(), (TV(1e-3, "smoothed"),), LBFGS(), self.look, Start(scale=0.1))
-        problem = Problem(every, match.distance, match.priors, **options(every))
-        evidence = _evidence(every, solve(every, match, problem=problem).x)
+        evidence = _evidence(every, solve(Problem(every, match, masks)).x)
         rows = [rows[i] for v in range(target.shape[0]) for i in _best(rows, evidence, v, self.kept)]
-        every, options = _expanded(target, rows)
-        found = Swift(restarts=1, cycles=1, adam_steps=0).reconstruct(every, options)
-        evidence = _evidence(every, found.x)
+        every, masks = _expanded(target, rows)
+        answer = Swift(restarts=1, cycles=1, adam_steps=0).reconstruct(every, masks)
+        evidence = _evidence(every, answer.x)
         pick = [_best(rows, evidence, v, 1)[0] for v in range(target.shape[0])]
-        return Answer(found.x[pick], evidence[pick], iterations=found.iterations)
+        return Answer(answer.x[pick], evidence[pick], iterations=answer.iterations)
 
 
-Rows = list[tuple[int, Mask]]  # the victim's place, and what of its update counts
+Rows = list[tuple[int, Mask]]  # the victim's number, and which entries of its update count
 
 
-def _expanded(target: Target, rows: Rows) -> tuple[Target, Callable[[Target], dict[str, Any]]]:
-    """Victims once for each subset, and the masks as options of a problem about any of them."""
-    twins = [replace(target.observations[place]) for place, _ in rows]
-    masks = {id(twin): mask for twin, (_, mask) in zip(twins, rows, strict=True)}
-
-    def options(part: Target) -> dict[str, Any]:
-        own = [masks[id(o)] for o in part.observations]
-        return {"weights": {n: _stacked([m[n] for m in own]) for n in own[0]}}
-
-    labels = target.labels[[place for place, _ in rows]]
-    return target.about(twins, labels), options
+def _expanded(target: Target, rows: Rows) -> tuple[Target, Insight]:
+    """Each victim once per subset, and the masks."""
+    places = [place for place, _ in rows]
+    masks = {name: _stacked([mask[name] for _, mask in rows]) for name in rows[0][1]}
+    return target.about([target.observations[i] for i in places], target.labels[places]), Insight(masks)
 
 
 def _best(rows: Rows, evidence: Tensor, victim: int, count: int) -> list[int]:

@@ -6,45 +6,22 @@ All rules read the classifier: with cross entropy its bias gradient is mean(p âˆ
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.attacks.labels.rules import LabelRule, bias_rule, expected_rule, idlg, llg, minimum_rule
+from gradveil.attacks.layers import classifier_gradients
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 
 __all__ = [
     "LabelRule",
     "bias_rule",
-    "classifier_gradients",
-    "classifier_name",
     "expected_rule",
     "idlg",
     "infer_labels",
     "llg",
     "minimum_rule",
 ]
-
-
-def classifier_name(observation: Observation) -> str | None:
-    """The last linear layer with one output a class."""
-    found = None
-    for path, part in observation.model.module.named_modules():
-        if isinstance(part, nn.Linear) and part.out_features == observation.task.num_outputs:
-            found = path
-    return found
-
-
-def classifier_gradients(observation: Observation) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias gradient of the classifier; of a weight delta its negative, which has the gradient's direction."""
-    path = classifier_name(observation)
-    sign = 1.0 if observation.update.kind == "gradient" else -1.0
-    lr = observation.knowledge.training.lr or 1.0
-    steps = len(observation.knowledge.training.slices(observation.knowledge.batch_size))
-    tensors = observation.update.tensors
-    prefix = f"{path}." if path else ""
-    weight, bias = tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias")
-    scale = sign / (lr * steps) if sign < 0 else 1.0
-    return (None if weight is None else scale * weight, None if bias is None else scale * bias)
 
 
 def infer_labels(observation: Observation) -> Tensor:

@@ -1,6 +1,6 @@
 """Targets that are no classes, from the gradient of a single image.
 
-The last layer gives its input a and the signal δ at its output exactly (see `matching/head.py`), so the model's own output
+The last layer gives its input a and the signal δ at its output exactly (see `attacks/layers.py`), so the model's own output
 is known: o = W a + b. A target y is then what makes the loss pull as it did: ∂loss/∂o (o, y) = δ. Binary cross entropy
 and squared error are linear in y, and one step of Newton is exact; other losses take a few.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
+from gradveil.attacks.layers import classifier_gradients, classifier_name, exact_input
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
 
@@ -20,20 +21,17 @@ _EXACT = 1e-4  # of the signal, as a share
 
 def infer_targets(observation: Observation) -> Tensor:
     """The row of numbers behind the gradient of one image."""
-    from gradveil.attacks.labels import classifier_gradients, classifier_name
-    from gradveil.attacks.matching.head import exact_input
-
     layer = classifier_name(observation)
     _, signal = classifier_gradients(observation)
     single = observation.knowledge.batch_size == 1 and observation.update.kind == "gradient"
-    found = exact_input(observation, layer) if single and layer and signal is not None else None
-    if found is None or signal is None:
+    exact = exact_input(observation, layer) if single and layer and signal is not None else None
+    if exact is None or signal is None:
         raise UserError(
             "the targets cannot be told from this update (that takes the clean gradient of one image and a last layer with "
             "a bias); grant them with --knowledge paper."
         )
     state = observation.state
-    output = state[f"{layer}.weight"].double() @ found[0].double() + state[f"{layer}.bias"].double()
+    output = state[f"{layer}.weight"].double() @ exact[0].double() + state[f"{layer}.bias"].double()
     target = _solve(observation, output, signal.double())
     if target is None:
         raise UserError("no targets explain this update under the loss given; is it the one the clients train with?")

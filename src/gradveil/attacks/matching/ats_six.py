@@ -13,9 +13,10 @@ from pydantic import Field
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.distances import L1, L2, Cosine, Distance
-from gradveil.attacks.matching.engine import Match, match_and_choose
+from gradveil.attacks.matching.engine import match_and_choose
 from gradveil.attacks.matching.optimizers import LBFGS, SGD, Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match
 from gradveil.attacks.registry import attack
 from gradveil.core.settings import settings
 

@@ -13,9 +13,10 @@ from pydantic import Field
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.distances import Distance, GaussianLikelihood, LaplaceLikelihood
-from gradveil.attacks.matching.engine import Match, match_and_choose
+from gradveil.attacks.matching.engine import match_and_choose
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV, BoxPenalty
+from gradveil.attacks.matching.problem import Match
 from gradveil.attacks.registry import attack
 from gradveil.core.settings import settings
 

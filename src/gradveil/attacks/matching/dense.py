@@ -8,15 +8,13 @@ of millions of entries for every row, which on an MLP for 32×32 colour images i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.matching.distances import Cosine
-
-if TYPE_CHECKING:
-    from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.matching.problem import Problem
+from gradveil.core.types import Tensors
 
 
 class Dense:
@@ -24,24 +22,25 @@ class Dense:
 
     def __init__(self, problem: Problem, layers: dict[str, nn.Linear]):
         self.problem, self.layers = problem, layers
-        self.seen = [dict(zip(problem.names, seen, strict=True)) for seen in problem.seen]
-        squares = [torch.stack([(t * t).flatten(1).sum(1) for t in seen]).sum(0) for seen in problem.seen]
-        self.sizes = [s.sqrt().repeat_interleave(problem.restarts, 0) for s in squares]
+        self.restarts = problem.match.restarts
+        self.observed = [dict(zip(problem.names, tensors, strict=True)) for tensors in problem.observed]
+        squares = [torch.stack([(t * t).flatten(1).sum(1) for t in tensors]).sum(0) for tensors in problem.observed]
+        self.sizes = [s.sqrt().repeat_interleave(self.restarts, 0) for s in squares]
 
-    def __call__(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if rows is not None:
-            return self.problem(x, rows)
+    def __call__(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if index is not None:
+            return self.problem(x, index)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             value = self.mismatch(x)
-            for prior in self.problem.priors:
-                value = value + prior(x, self.problem, None)
+            for prior in self.problem.match.priors:
+                value = value + prior(x, self.problem.rows)
             (gradient,) = torch.autograd.grad(value.sum(), x)
         return value.detach(), gradient
 
     def mismatch(self, x: Tensor) -> Tensor:
         """One minus the cosine for every row, the mean over sightings."""
-        terms = [1 - self._cosine(x, i) for i in range(len(self.seen))]
+        terms = [1 - self._cosine(x, i) for i in range(len(self.observed))]
         return torch.stack(terms).mean(0)
 
     def _cosine(self, x: Tensor, sighting: int) -> Tensor:
@@ -52,25 +51,25 @@ class Dense:
             a, d = inputs[path].view(count, -1, layer.in_features), signals[path].view(count, -1, layer.out_features)
             inner, aa = torch.zeros_like(d), torch.zeros_like(d @ d.mT)
             if f"{path}.weight" in problem.names:
-                grouped = a.view(-1, problem.restarts * a.shape[1], layer.in_features)
-                inner = inner + (grouped @ self.seen[sighting][f"{path}.weight"].mT).view_as(d)
+                grouped = a.view(-1, self.restarts * a.shape[1], layer.in_features)
+                inner = inner + (grouped @ self.observed[sighting][f"{path}.weight"].mT).view_as(d)
                 aa = aa + a @ a.mT
             if f"{path}.bias" in problem.names:
-                bias = self.seen[sighting][f"{path}.bias"]
-                inner = inner + bias.repeat_interleave(problem.restarts, 0)[:, None]
+                bias = self.observed[sighting][f"{path}.bias"]
+                inner = inner + bias.repeat_interleave(self.restarts, 0)[:, None]
                 aa = aa + 1
             dot = dot + (d * inner).sum((1, 2))
             square = square + (aa * (d @ d.mT)).sum((1, 2))
         return dot / (square.clamp_min(1e-24).sqrt() * self.sizes[sighting] + 1e-12)
 
-    def _factors(self, x: Tensor, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _factors(self, x: Tensor, state: Tensors) -> tuple[Tensors, Tensors]:
         """What enters each layer, and the loss's derivative by what leaves it, for all images at once."""
-        inputs: dict[str, Tensor] = {}
-        taps: dict[str, Tensor] = {}
+        inputs: Tensors = {}
+        taps: Tensors = {}
 
         def tap(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-            def hook(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
-                inputs[path] = given[0]
+            def hook(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                inputs[path] = arguments[0]
                 taps[path] = torch.zeros_like(output, requires_grad=True)
                 return output + taps[path]
 
@@ -78,12 +77,13 @@ class Dense:
 
         handles = [layer.register_forward_hook(tap(path)) for path, layer in self.layers.items()]
         try:
-            noise = {k: v.flatten(0, 1) for k, v in self.problem.noise.items()}
-            loss = self.problem.target.model.loss(state, x.flatten(0, 1), self.problem.labels.flatten(0, 1), noise)
+            rows = self.problem.rows
+            noise = {k: v.flatten(0, 1) for k, v in rows.noise.items()}
+            loss = rows.target.model.loss(state, x.flatten(0, 1), rows.labels.flatten(0, 1), noise)
         finally:
             for handle in handles:
                 handle.remove()
-        # The loss is a mean over all images; a row's own is the mean over its batch.
+        # The loss is a mean over all images; that of one row is the mean over its batch.
         signals = torch.autograd.grad(loss * len(x), list(taps.values()), create_graph=True)
         return inputs, dict(zip(taps, signals, strict=True))
 
@@ -92,19 +92,19 @@ def objective(problem: Problem) -> Dense | None:
     """This route, where the problem allows it and it gives what the exact one gives; else None."""
     model = problem.target.model
     layers = {path: m for path, m in model.module.named_modules() if isinstance(m, nn.Linear)}
-    known = {f"{path}.{part}" for path in layers for part in ("weight", "bias")}
-    plain = isinstance(problem.distance, Cosine) and not problem.weights and problem.transform is None
-    if not plain or problem.target.training.kind != "gradient" or not set(model.trainable) <= known:
+    linear = {f"{path}.{part}" for path in layers for part in ("weight", "bias")}
+    plain = isinstance(problem.match.distance, Cosine) and not problem.insight.weights and not problem.insight.transform
+    if not plain or problem.target.training.kind != "gradient" or not set(model.trainable) <= linear:
         return None
     route = Dense(problem, layers)
     rng = torch.Generator().manual_seed(0)
-    probe = torch.randn((problem.rows, *problem.target.shape[1:]), generator=rng, requires_grad=True)
+    probe = torch.randn((len(problem.rows), *problem.target.shape[1:]), generator=rng, requires_grad=True)
     with torch.enable_grad():
         row = torch.zeros(1, dtype=torch.long)
-        exact = problem.mismatch(probe[:1], row).sum()
-        found = route.mismatch(probe)[0]
-        slopes = [torch.autograd.grad(v, probe)[0][0] for v in (exact, found)]
+        exact = problem.mismatch(probe[:1], problem.rows.at(row)).sum()
+        quick = route.mismatch(probe)[0]
+        slopes = [torch.autograd.grad(v, probe)[0][0] for v in (exact, quick)]
     if not all(bool(s.isfinite().all()) for s in slopes):
         return None
     close = torch.allclose(slopes[0], slopes[1], rtol=1e-2, atol=1e-3 * float(slopes[0].abs().max()))
-    return route if close and torch.allclose(found, exact, atol=1e-4) else None
+    return route if close and torch.allclose(quick, exact, atol=1e-4) else None

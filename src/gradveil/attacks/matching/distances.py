@@ -1,4 +1,4 @@
-"""Distances between updates. Each takes two lists of tensors, rows first, and gives one number a row.
+"""Distances between updates. Each takes two lists of tensors, rows first, and gives one number per row.
 
 A tensor that is not to count (dropped, masked, weighted) is changed on both sides before it comes here.
 """
@@ -16,7 +16,7 @@ _TINY = 1e-12
 
 
 class Distance(Protocol):
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor: ...
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor: ...
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -38,24 +38,24 @@ def _size(rows: Tensor) -> Tensor:
 class L2:
     """Sum of squared differences (DLG)."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        return ((flat(found) - flat(target)) ** 2).sum(1)
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return ((flat(ours) - flat(target)) ** 2).sum(1)
 
 
 @dataclass(frozen=True)
 class L1:
     """Sum of absolute differences."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        return (flat(found) - flat(target)).abs().sum(1)
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return (flat(ours) - flat(target)).abs().sum(1)
 
 
 @dataclass(frozen=True)
 class Cosine:
     """One minus the cosine of the two updates, each as one long vector (Geiping et al.)."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        a, b = flat(found), flat(target)
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        a, b = flat(ours), flat(target)
         return 1 - (a * b).sum(1) / (_size(a) * _size(b) + _TINY)
 
 
@@ -63,9 +63,9 @@ class Cosine:
 class LayerCosine:
     """One minus the mean over tensors of each tensor's cosine: no layer rules the others."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         terms = []
-        for a, b in zip(found, target, strict=True):
+        for a, b in zip(ours, target, strict=True):
             a, b = _rows(a), _rows(b)
             terms.append(1 - (a * b).sum(1) / (_size(a) * _size(b) + _TINY))
         return torch.stack(terms).mean(0)
@@ -75,9 +75,9 @@ class LayerCosine:
 class RelativeL2:
     """Mean over tensors of ‖a − b‖² / ‖b‖²: every layer counts alike, and 0 means equal. Also the adversary's residual."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         terms = [
-            (_rows(a - b) ** 2).sum(1) / ((_rows(b) ** 2).sum(1) + _TINY) for a, b in zip(found, target, strict=True)
+            (_rows(a - b) ** 2).sum(1) / ((_rows(b) ** 2).sum(1) + _TINY) for a, b in zip(ours, target, strict=True)
         ]
         return torch.stack(terms).mean(0)
 
@@ -86,19 +86,19 @@ class RelativeL2:
 class LayerNorms:
     """Sum over tensors of ‖a − b‖, not squared (GradInversion)."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        terms = [(_rows(a - b) ** 2).sum(1) for a, b in zip(found, target, strict=True)]
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        terms = [(_rows(a - b) ** 2).sum(1) for a, b in zip(ours, target, strict=True)]
         return torch.sqrt(torch.stack(terms) + _TINY).sum(0)
 
 
 @dataclass(frozen=True)
 class GaussianLikelihood:
-    """−log p(target | found) up to a constant, for N(0, std²) on every entry; per entry, so that priors keep their scale."""
+    """−log p(target | ours) up to a constant, for N(0, std²) on every entry; per entry, so that priors keep their scale."""
 
     std: float
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        return ((flat(found) - flat(target)) ** 2).mean(1) / (2 * self.std**2)
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return ((flat(ours) - flat(target)) ** 2).mean(1) / (2 * self.std**2)
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,16 @@ class LaplaceLikelihood:
 
     scale: float
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        return (flat(found) - flat(target)).abs().mean(1) / self.scale
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return (flat(ours) - flat(target)).abs().mean(1) / self.scale
 
 
 @dataclass(frozen=True)
 class Nothing:
     """No gradient is compared: what is sought stands in a prior."""
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        return found[0].new_zeros(len(found[0]))
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        return ours[0].new_zeros(len(ours[0]))
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ class PerRow:
     distances: tuple[Distance, ...]
     choice: Tensor
 
-    def __call__(self, found: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        values = torch.stack([d(found, target) for d in self.distances])
+    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+        values = torch.stack([d(ours, target) for d in self.distances])
         return values.gather(0, self.choice.view(1, -1)).squeeze(0)
 
-    def rows(self, index: Tensor) -> PerRow:
-        return PerRow(self.distances, self.choice[index])
+    def select(self, index: Tensor | None) -> PerRow:
+        """The distances of a selection of the rows; None: of all."""
+        return self if index is None else PerRow(self.distances, self.choice[index])

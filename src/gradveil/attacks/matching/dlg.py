@@ -14,9 +14,10 @@ from pydantic import Field
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.distances import L2
-from gradveil.attacks.matching.engine import Match, match_and_choose
+from gradveil.attacks.matching.engine import match_and_choose
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import LabelTerm
+from gradveil.attacks.matching.problem import Match
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.registry import attack
 from gradveil.core.settings import settings

@@ -2,7 +2,7 @@
 
 What defenses feed is no natural picture and its labels may be soft, so neither priors nor labels are of help. For one
 image behind one gradient neither is needed: a fully connected layer gives away its exact input and the exact signal at
-it (see `matching/head.py`), and together with the gradients of the layers before they fix the image.
+it (see `attacks/layers.py`), and together with the gradients of the layers before they fix the image.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
 from gradveil.attacks.base import Answer, Target
-from gradveil.attacks.labels import classifier_gradients, infer_labels
+from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.layers import classifier_gradients
 from gradveil.attacks.matching.distances import RelativeL2
-from gradveil.attacks.matching.engine import Match, Problem, solve
+from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import FeatureMatch, Head, reduce_to_head
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.core.observation import Observation
@@ -88,13 +90,13 @@ def one_image(target: Target) -> Answer:
         new = Start(scale=0.1).draw(head.target, 1, target.rng)[rows]
         for weight, steps in LADDER:
             new, used = _descend(head, rows.tolist(), new, weight, steps, used)
-        found = _residual(head.target.subset(rows.tolist()), new)
+        found = residual(head.target.subset(rows.tolist()), new)
         better = found < score[rows]
         x[rows[better]], score[rows[better]] = new[better], found[better]
     rows = ((score > EXACT) & (score < CONVERGED)).nonzero().flatten()
     if len(rows):  # bright images saturate smooth nets: close, but slow
         x[rows], used = _descend(head, rows.tolist(), x[rows], *POLISH, used)
-        score = _residual(head.target, x)
+        score = residual(head.target, x)
     rows = (score > CONVERGED).nonzero().flatten()
     if len(rows):  # kinks: L-BFGS stops at them, the portfolio's signed Adam does not
         again = Swift().reconstruct(head.target.subset(rows.tolist()))
@@ -109,14 +111,14 @@ def _unrolled(target: Target, head: Head) -> tuple[Tensor, Tensor]:
     if RGAP().applies(target.first) is not None:
         return torch.zeros(target.shape), torch.full(target.shape[:1], float("inf"))
     x = RGAP().run(target).x
-    return x, _residual(head.target, x)
+    return x, residual(head.target, x)
 
 
 def _descend(head: Head, rows: list[int], x: Tensor, weight: float, steps: int, used: int) -> tuple[Tensor, int]:
     match = Match(
         RelativeL2(), (FeatureMatch(head.features[rows]), TV(weight, "smoothed")), LBFGS(history=30), steps=steps
     )
-    solution = solve(head.target.subset(rows), match, start=x)
+    solution = solve(Problem(head.target.subset(rows), match), start=x)
     return solution.x, used + solution.iterations
 
 
@@ -162,8 +164,3 @@ def _joined(parts: list[Target]) -> list[Target]:
         return parts
     rows = [o for part in parts for o in part.observations]
     return [first.about(rows, torch.cat([p.labels for p in parts]))]
-
-
-def _residual(target: Target, x: Tensor) -> Tensor:
-    found = Problem(target, RelativeL2(), ()).residual(x, RelativeL2())
-    return torch.nan_to_num(found, nan=float("inf"))

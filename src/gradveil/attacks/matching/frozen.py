@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.budget import forward_cost
 from gradveil.attacks.matching.distances import Cosine
+from gradveil.attacks.matching.problem import Problem
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.types import Tensors
-
-if TYPE_CHECKING:
-    from gradveil.attacks.matching.engine import Problem
 
 LARGE = 2e7  # multiply-adds of a forward pass from which one victim at a time is as fast as all at once
 EPSILONS = (1e-3, 1e-4, 1e-2)  # lengths of the step in weight space, tried in this order
@@ -68,7 +65,8 @@ class _MaxPool(_Replayed):
         )
 
     def choose(self, x: Tensor) -> Tensor:
-        return self.pool(x)[1]  # type: ignore[no-any-return]
+        _, places = self.pool(x)
+        return torch.as_tensor(places)
 
     def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
         return x.flatten(-2).gather(-1, choice.flatten(-2)).view(choice.shape)
@@ -82,11 +80,11 @@ class Frozen:
         model = problem.target.model
         self.model = ModelFunction(_replayed(model.module), model.loss_fn, model.mode)
         self._layers = [m for m in self.model.module.modules() if isinstance(m, _Replayed)]
-        self._sizes = [_norm(seen) for seen in problem.seen]
+        self._sizes = [_norm(tensors) for tensors in problem.observed]
 
-    def __call__(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if rows is not None:
-            return self.problem(x, rows)
+    def __call__(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if index is not None:
+            return self.problem(x, index)
         if self.calls % CHECK_EVERY == 0 and not self.exact:
             self.exact = not self._agrees(x)
         self.calls += 1
@@ -97,19 +95,19 @@ class Frozen:
             value[row], gradient[row] = self.row(x[row], row)
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            prior = sum((p(leaf, self.problem, None) for p in self.problem.priors), torch.zeros(len(x)))
+            prior = sum((p(leaf, self.problem.rows) for p in self.problem.match.priors), torch.zeros(len(x)))
             if prior.requires_grad:
                 gradient += torch.autograd.grad(prior.sum(), leaf)[0]
         return value + prior.detach(), gradient
 
     def row(self, x: Tensor, row: int) -> tuple[Tensor, Tensor]:
         """Distance of one row, and its derivative by the images."""
-        problem, count = self.problem, len(self.problem.seen)
-        y, noise = problem.labels[row], {k: v[row] for k, v in problem.noise.items()}
+        problem, count = self.problem, len(self.problem.observed)
+        y, noise = problem.rows.labels[row], {k: v[row] for k, v in problem.rows.noise.items()}
         value, gradient = torch.zeros(()), torch.zeros_like(x)
         for sighting, state in enumerate(problem.states):
-            before, found = self._pass(state, x, y, noise, replay=False)
-            term, moved, scale = self._move(state, found, row, sighting)
+            before, update = self._pass(state, x, y, noise, replay=False)
+            term, moved, scale = self._move(state, update, row, sighting)
             after, _ = self._pass({**state, **moved}, x, y, noise, replay=True)
             value, gradient = value + term / count, gradient + (after - before) * (scale / count)
         return value, gradient
@@ -127,13 +125,14 @@ class Frozen:
         first, *rest = torch.autograd.grad(loss, [x, *wanted.values()], materialize_grads=True)
         return first, dict(zip(wanted, rest, strict=True))
 
-    def _move(self, state: Tensors, found: Tensors, row: int, sighting: int) -> tuple[Tensor, Tensors, Tensor]:
+    def _move(self, state: Tensors, update: Tensors, row: int, sighting: int) -> tuple[Tensor, Tensors, Tensor]:
         """Distance, the weights a step along its derivative by the update, and what the difference is worth."""
         problem, names = self.problem, self.problem.names
-        victim = row // problem.restarts
-        if isinstance(problem.distance, Cosine) and not problem.weights and not problem.transform:
+        victim = row // problem.match.restarts
+        plain = not problem.insight.weights and not problem.insight.transform
+        if isinstance(problem.match.distance, Cosine) and plain:
             # V = (cos·a/|a| − b/|b|) / |a| for the update a and the target b: no need to build it first.
-            a, b = [found[n] for n in names], [t[victim] for t in problem.seen[sighting]]
+            a, b = [update[n] for n in names], [t[victim] for t in problem.observed[sighting]]
             size, other = _norm([t[None] for t in a])[0], self._sizes[sighting][victim]
             cosine = sum((p * q).sum() for p, q in zip(a, b, strict=True)) / (size * other)
             length = (1 - cosine**2).clamp_min(1e-12).sqrt() / size
@@ -142,9 +141,9 @@ class Frozen:
             torch._foreach_add_(a, b, alpha=-float(step / other))
             torch._foreach_add_(a, [state[n] for n in names])
             return 1 - cosine, dict(zip(names, a, strict=True)), length / self.epsilon
-        leaves = {n: g[None].requires_grad_() for n, g in found.items()}
+        leaves = {n: g[None].requires_grad_() for n, g in update.items()}
         with torch.enable_grad():
-            value = problem.compare(leaves, torch.tensor([row]), sighting)
+            value = problem.compare(leaves, problem.rows.at(torch.tensor([row])), sighting)
         slope = torch.autograd.grad(value.sum(), list(leaves.values()))
         length = _norm(slope)[0].clamp_min(1e-30)
         share = float(self.epsilon / length)
@@ -155,7 +154,7 @@ class Frozen:
         """Whether the first row's signs are those of the exact route, for the first step length that serves."""
         leaf = x[:1].detach().requires_grad_()
         with torch.enable_grad():
-            value = self.problem.mismatch(leaf, torch.tensor([0]))
+            value = self.problem.mismatch(leaf, self.problem.rows.at(torch.tensor([0])))
             (exact,) = torch.autograd.grad(value.sum(), leaf)
         for epsilon in (self.epsilon, *(e for e in EPSILONS if e != self.epsilon)):
             self.epsilon = epsilon

@@ -12,17 +12,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Objective = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x, rows → value a row, gradient
+Objective = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x, row numbers → value per row, gradient
 
 
 @dataclass(frozen=True)
-class Adam:
-    """Adam; `signed` steps by the sign of the gradient (Geiping et al.)."""
+class FirstOrder:
+    """What first-order optimisers share; `signed` steps by the sign of the gradient (Geiping et al.)."""
 
     lr: float = 0.1
     signed: bool = False
-    betas: tuple[float, float] = (0.9, 0.999)
     noise: float = 0.0  # GradInversion adds Gaussian noise of this size times the learning rate
+
+    def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
+        """A function from the gradient and the factor of the learning rate to the step."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Adam(FirstOrder):
+    """Adam."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
 
     def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
         first, second, count = torch.zeros_like(x), torch.zeros_like(x), 0
@@ -41,11 +51,10 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(FirstOrder):
     """Gradient descent with Nesterov momentum."""
 
     lr: float = 0.01
-    signed: bool = False
     momentum: float = 0.9
 
     def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:

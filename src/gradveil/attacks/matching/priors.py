@@ -1,20 +1,19 @@
-"""What images are like before any update is seen. Each prior gives one number a row for rows × B × C × H × W images."""
+"""What images are like before any update is seen. Each prior gives one number per row of images (rows × B × C × H × W)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from gradveil.attacks.matching.engine import Problem
+from gradveil.attacks.matching.rows import Rows
 
 
 class Prior(Protocol):
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor: ...
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -22,20 +21,21 @@ class TV:
     """Total variation: mean absolute difference of neighbours, both directions added (inversefed's convention).
 
     `smoothed` takes √(d² + ε²) in place of |d|, which second-order optimisers need; `squared` the mean of squares.
-    `weight` may be one number a row.
+    `weight` may be one number per row.
     """
 
     weight: float | Tensor = 1e-4
     form: Literal["absolute", "smoothed", "squared"] = "absolute"
     epsilon: float = 1e-2
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        weight = rows.select(self.weight) if isinstance(self.weight, Tensor) else self.weight
+        return weight * self.variation(x)
+
+    def variation(self, x: Tensor) -> Tensor:
+        """Without the weight, one number per row."""
         right, down = x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
-        value = self._size(right).flatten(1).mean(1) + self._size(down).flatten(1).mean(1)
-        weight = self.weight
-        if isinstance(weight, Tensor) and rows is not None:
-            weight = weight[rows]
-        return weight * value
+        return self._size(right).flatten(1).mean(1) + self._size(down).flatten(1).mean(1)
 
     def _size(self, d: Tensor) -> Tensor:
         if self.form == "absolute":
@@ -49,7 +49,7 @@ class L2Norm:
 
     weight: float
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         return self.weight * 0.5 * (x**2).flatten(1).sum(1)
 
 
@@ -59,8 +59,8 @@ class BoxPenalty:
 
     weight: float
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
-        low, high = problem.box
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        low, high = rows.target.pixel_range
         outside = (low - x).clamp_min(0) + (x - high).clamp_min(0)
         return self.weight * (outside**2).flatten(1).mean(1)
 
@@ -71,10 +71,10 @@ class GroupPrior:
 
     weight: float
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
-        if rows is not None or problem.restarts == 1:
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        if rows.index is not None or rows.restarts == 1:
             return x.new_zeros(len(x))
-        grouped = x.unflatten(0, (-1, problem.restarts))
+        grouped = x.unflatten(0, (-1, rows.restarts))
         centre = grouped.mean(1, keepdim=True).detach()
         return self.weight * torch.sqrt(((grouped - centre) ** 2).flatten(2).sum(2) + 1e-12).flatten()
 
@@ -85,46 +85,40 @@ class LabelTerm:
 
     weight: float
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
-        logits = problem.target.model(problem.target.state, x.flatten(0, 1), _flat_noise(problem, rows))
-        y = problem.labels if rows is None else problem.labels[rows]
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        logits, y = rows.outputs(x), rows.labels
         y = nn.functional.one_hot(y, logits.shape[-1]).to(logits) if not y.is_floating_point() else y
         return self.weight * ((logits.view(*y.shape) - y) ** 2).flatten(1).sum(1)
 
 
 @dataclass(frozen=True)
 class BatchNormPrior:
-    """GradInversion: the batch's statistics at every BatchNorm should be the running ones. Void without BatchNorm."""
+    """GradInversion: the batch's statistics at every BatchNorm should be the running ones. Zero without BatchNorm."""
 
     weight: float
     first: float = 1.0  # extra weight of the first layer
 
-    def __call__(self, x: Tensor, problem: Problem, rows: Tensor | None) -> Tensor:
-        model, terms = problem.target.model, []
-        images = x.shape[1]
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        model, state, images = rows.target.model, rows.target.state, x.shape[1]
+        terms: list[Tensor] = []
 
         def hook(path: str, order: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
             def measure(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
                 a = inputs[0].unflatten(0, (-1, images)).transpose(1, 2).flatten(2)  # rows, channels, values
-                mean, var = problem.target.state[f"{path}.running_mean"], problem.target.state[f"{path}.running_var"]
+                mean, var = state[f"{path}.running_mean"], state[f"{path}.running_var"]
                 gap = (a.mean(2) - mean).norm(dim=1) + (a.var(2, unbiased=False) - var).norm(dim=1)
                 terms.append(gap * (self.first if order == 0 else 1.0))
 
             return measure
 
         norms = [(p, m) for p, m in model.module.named_modules() if isinstance(m, nn.BatchNorm2d)]
-        norms = [(p, m) for p, m in norms if f"{p}.running_mean" in problem.target.state]
+        norms = [(p, m) for p, m in norms if f"{p}.running_mean" in state]
         if not norms:
             return x.new_zeros(len(x))
         handles = [m.register_forward_hook(hook(p, i)) for i, (p, m) in enumerate(norms)]
         try:
-            model(problem.target.state, x.flatten(0, 1), _flat_noise(problem, rows))
+            rows.outputs(x)
         finally:
             for handle in handles:
                 handle.remove()
         return self.weight * torch.stack(terms).sum(0)
-
-
-def _flat_noise(problem: Problem, rows: Tensor | None) -> dict[str, Tensor]:
-    picked = problem.noise if rows is None else {k: v[rows] for k, v in problem.noise.items()}
-    return {k: v.flatten(0, 1) for k, v in picked.items()}

@@ -20,10 +20,11 @@ from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.ats.inverse import signed, undo
 from gradveil.attacks.generative.public_prior import Gaussian, gaussians
 from gradveil.attacks.matching.distances import Cosine
-from gradveil.attacks.matching.engine import Match, match_and_choose
+from gradveil.attacks.matching.engine import match_and_choose
 from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Match
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +28,13 @@ from gradveil.attacks.analytic.rgap import RGAP, Layer, back_through_linear, lin
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.dcs2.pair import Pair, separate
-from gradveil.attacks.labels import classifier_gradients
+from gradveil.attacks.layers import classifier_gradients, linear_layers
 from gradveil.attacks.matching.distances import Cosine, Nothing
-from gradveil.attacks.matching.engine import Match, Problem, match_and_choose, solve
-from gradveil.attacks.matching.head import FeatureMatch, cut_before, linear_layers
+from gradveil.attacks.matching.engine import match_and_choose, solve
+from gradveil.attacks.matching.head import FeatureMatch, cut_before
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
@@ -97,7 +99,7 @@ class DCS2Joint(Attack):
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
         doubled = target.about(observations, torch.stack(labels))
-        answer = Swift(adam_steps=0).reconstruct(doubled, lambda _: {"transform": _scale(2 / _parts(known))})
+        answer = Swift(adam_steps=0).reconstruct(doubled, Insight(transform=_scale(2 / _parts(known))))
         pick = answer.score.view(-1, each).argmin(1)
         rows = pick + torch.arange(len(pick)) * each
         found = torch.tensor([[options[int(i)][0]] for options, i in zip(pairs, pick, strict=True)])
@@ -149,7 +151,7 @@ def _by_features(target: Target, pairs: list[Pair]) -> Answer:
     target = target.subset([v for v, _ in twins])
     x, missed, used = _with_features(target, layer, features)
     # A natural image meets its features without giving up smoothness, a concealed one does not.
-    value = missed + TV(NATURAL, "smoothed")(x, Problem(target, Nothing(), ()), None)
+    value = missed + NATURAL * TV(form="smoothed").variation(x)
     own = [[i for i, (v, _) in enumerate(twins) if v == place] for place in range(len(pairs))]
     rows = [min(some, key=lambda i: float(value[i])) for some in own]
     return Answer(x[rows], value[rows], iterations=used)
@@ -163,10 +165,10 @@ def _with_features(target: Target, layer: str, features: Tensor) -> tuple[Tensor
     x, used = Start(scale=0.1).draw(target, 1, target.rng), 0
     for tv, steps in LADDER:
         match = Match(Nothing(), (FeatureMatch(head.features), TV(tv, "smoothed")), LBFGS(history=30), steps)
-        problem = Problem(head.target, match.distance, match.priors)
-        solution = solve(head.target, match, problem=problem, start=x)
+        problem = Problem(head.target, match)
+        solution = solve(problem, start=x)
         x, used = solution.x, used + solution.iterations
-    return x, FeatureMatch(head.features)(x, problem, None), used
+    return x, FeatureMatch(head.features)(x, problem.rows), used
 
 
 def _determined(target: Target, layer: Layer, images: int) -> bool:
@@ -175,7 +177,7 @@ def _determined(target: Target, layer: Layer, images: int) -> bool:
     return images * math.prod(layer.after) + target.state[f"{layer.path}.weight"].numel() > 1.5 * unknown
 
 
-def _scale(factor: float) -> Any:
+def _scale(factor: float) -> Callable[[Tensors], Tensors]:
     def transform(tensors: Tensors) -> Tensors:
         return {name: factor * t for name, t in tensors.items()}
 

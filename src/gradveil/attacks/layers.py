@@ -1,0 +1,69 @@
+"""What the layers of a network give away by their gradients alone, without any search.
+
+For one image, the bias gradient of a fully connected layer is the signal δ at its output and its weight gradient is δ aᵀ.
+So a = ∇Wᵀδ/‖δ‖² is the layer's input and Wᵀδ the signal at it, whatever comes after: loss, label, or a random draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.core.observation import Observation
+
+
+def linear_layers(observation: Observation) -> list[str]:
+    """Linear layers with a bias that take part in the update, in the order in which the forward pass meets them."""
+    model, order = observation.model, list[str]()
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda *_: order.append(path)
+
+    handles = [
+        m.register_forward_pre_hook(note(path))
+        for path, m in model.module.named_modules()
+        if isinstance(m, nn.Linear) and f"{path}.weight" in model.trainable and f"{path}.bias" in model.trainable
+    ]
+    try:
+        with torch.no_grad():
+            images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
+            model(observation.state, images, model.draw_noise(2, torch.Generator().manual_seed(0)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order
+
+
+def exact_input(observation: Observation, layer: str) -> tuple[Tensor, Tensor] | None:
+    """The layer's input and the signal at it, or None where its gradients are not those of one image."""
+    tensors, state = observation.update.tensors, observation.state
+    weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
+    size = (bias**2).sum()
+    if not size > 1e-24:
+        return None
+    a = weight.T @ bias / size
+    # One image leaves a matrix of rank one, δ aᵀ; noise, pruning or mixing do not.
+    if (weight - torch.outer(bias, a)).norm() > 1e-2 * weight.norm():
+        return None
+    signal = state[f"{layer}.weight"].double().T @ bias
+    return a.to(state[f"{layer}.weight"].dtype), signal.to(state[f"{layer}.weight"].dtype)
+
+
+def classifier_name(observation: Observation) -> str | None:
+    """The last linear layer with one output per class."""
+    outputs = observation.task.num_outputs
+    linear = [(path, m) for path, m in observation.model.module.named_modules() if isinstance(m, nn.Linear)]
+    return next((path for path, m in reversed(linear) if m.out_features == outputs), None)
+
+
+def classifier_gradients(observation: Observation) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias gradient of the classifier; of a weight delta its negative, which has the gradient's direction."""
+    path, training = classifier_name(observation), observation.knowledge.training
+    scale = 1.0
+    if observation.update.kind != "gradient":
+        scale = -1.0 / ((training.lr or 1.0) * len(training.slices(observation.knowledge.batch_size)))
+    prefix = f"{path}." if path else ""
+    weight, bias = (observation.update.tensors.get(f"{prefix}{part}") for part in ("weight", "bias"))
+    return (None if weight is None else scale * weight, None if bias is None else scale * bias)

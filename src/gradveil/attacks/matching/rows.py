@@ -1,0 +1,65 @@
+"""The rows of a batched search: victims · restarts, the restarts of one victim side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Target
+from gradveil.core.randomness import generator
+from gradveil.core.types import Tensors
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a search, or a selection of them: what a distance or a prior may use about each row."""
+
+    target: Target
+    restarts: int
+    labels: Tensor  # rows × B class numbers, or rows × B × classes when soft
+    noise: Tensors  # the draw of a random model, rows × B × …
+    index: Tensor | None = None  # numbers of the selected rows; None: all rows
+
+    @staticmethod
+    def of(target: Target, restarts: int = 1) -> Rows:
+        noise = {name: draw.repeat_interleave(restarts, 0) for name, draw in _noise(target).items()}
+        return Rows(target, restarts, target.labels.repeat_interleave(restarts, 0), noise)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def at(self, index: Tensor | None) -> Rows:
+        """A selection; `self` must hold all rows."""
+        if index is None:
+            return self
+        noise = {name: draw[index] for name, draw in self.noise.items()}
+        return replace(self, labels=self.labels[index], noise=noise, index=index)
+
+    @property
+    def victims(self) -> Tensor:
+        """The number of each row's victim."""
+        return (torch.arange(len(self)) if self.index is None else self.index) // self.restarts
+
+    def select(self, values: Tensor) -> Tensor:
+        """Of values with one entry per row of the search, those of the selected rows."""
+        return values if self.index is None else values[self.index]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The network's outputs for images rows × B × C × H × W, as rows · B × outputs."""
+        noise = {name: draw.flatten(0, 1) for name, draw in self.noise.items()}
+        return self.target.model(self.target.state, x.flatten(0, 1), noise)
+
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        """N(0, 1), one draw per restart and the same for all victims, so that no result depends on other victims."""
+        one = torch.randn((self.restarts, *shape), generator=self.target.rng)
+        return one.repeat(len(self) // self.restarts, *(1 for _ in shape))
+
+
+def _noise(target: Target) -> Tensors:
+    """The draw of a random model, victims first: the true one where it was granted, otherwise one fixed draw."""
+    drawn = target.model.draw_noise(target.shape[1], generator("noise"))
+    secrets = [o.knowledge.secrets for o in target.observations]
+    return {name: torch.stack([granted.get(name, draw) for granted in secrets]) for name, draw in drawn.items()}
