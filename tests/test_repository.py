@@ -156,8 +156,6 @@ def module_name(path: Path) -> str:
 
 # Functions that still have more parameters. The list only shrinks.
 LONG_SIGNATURES = {
-    "gradveil.attacks.matching.engine.Problem.__init__",
-    "gradveil.attacks.matching.optimizers.LBFGS._search",
     "gradveil.auditing.api.audit",
     "gradveil.cli.attack.command",
     "gradveil.cli.audit.command",

@@ -1,4 +1,4 @@
-"""Batched optimisers: every row is a problem of its own, all are stepped at once.
+"""Batched optimisers: every row is a separate problem, all are stepped at once.
 
 First-order ones are element-wise, so a batch of rows is no different from one. L-BFGS keeps a history and a line search
 for each row; rows that are done leave the batch, so that the slow ones do not pay for the fast.
@@ -85,9 +85,14 @@ class LBFGS:
         """The best point of every row, its value, and how many evaluations of the objective were made."""
         rows = torch.arange(len(x))
         shape, best = x.shape[1:], x.clone()
-        value, g = objective(x, None)
+
+        def flat(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            value, gradient = objective(x.view(-1, *shape), rows)
+            return value, gradient.flatten(1)
+
+        flat_x = x.flatten(1)
+        value, flat_g = flat(flat_x, None)
         best_value = value.clone()
-        flat_x, flat_g = x.flatten(1), g.flatten(1)
         s_list: list[Tensor] = []
         y_list: list[Tensor] = []
         mark, count = value.clone(), 1
@@ -101,7 +106,7 @@ class LBFGS:
             if not s_list:  # first step: no scale is known yet
                 t = 1.0 / flat_g.norm(dim=1).clamp_min(1e-12)
                 t = torch.minimum(t, torch.ones_like(t)) * max(1.0, flat_x.shape[1] ** 0.5 * 0.1)
-            new_x, new_value, new_g, used = self._search(objective, rows, shape, flat_x, value, slope, d, t)
+            new_x, new_value, new_g, used = self._search(flat, rows, flat_x, value, slope, d, t)
             count += used
             s, y = new_x - flat_x, new_g - flat_g
             good = (s * y).sum(1) > 1e-10 * (y**2).sum(1)
@@ -130,29 +135,21 @@ class LBFGS:
         return best, best_value, count
 
     def _search(
-        self,
-        objective: Objective,
-        rows: Tensor,
-        shape: torch.Size,
-        x: Tensor,
-        value: Tensor,
-        slope: Tensor,
-        d: Tensor,
-        t: Tensor,
+        self, objective: Objective, rows: Tensor, x: Tensor, value: Tensor, slope: Tensor, d: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Points along `d` (rows × entries) from `x`: their values, gradients, and the evaluations used."""
         low, high = torch.zeros_like(t), torch.full_like(t, float("inf"))
         out_x, out_value, out_g = x.clone(), value.clone(), torch.zeros_like(x)
         open_ = torch.arange(len(x))
         have = torch.zeros(len(x), dtype=torch.bool)
         for used in range(1, self.evaluations + 1):
             trial = x[open_] + t[open_, None] * d[open_]
-            found, g = objective(trial.view(-1, *shape), rows[open_])
-            g = g.flatten(1)
-            short = torch.isfinite(found) & (found <= value[open_] + self.armijo * t[open_] * slope[open_])
+            there, g = objective(trial, rows[open_])
+            short = torch.isfinite(there) & (there <= value[open_] + self.armijo * t[open_] * slope[open_])
             # Every point that lowers the value enough is kept as the answer so far.
-            lower = short & (~have[open_] | (found < out_value[open_]))
+            lower = short & (~have[open_] | (there < out_value[open_]))
             kept = open_[lower]
-            out_x[kept], out_value[kept], out_g[kept], have[kept] = trial[lower], found[lower], g[lower], True
+            out_x[kept], out_value[kept], out_g[kept], have[kept] = trial[lower], there[lower], g[lower], True
             flat_enough = (g * d[open_]).sum(1) >= self.curvature * slope[open_]
             done = short & flat_enough
             too_far, too_near = open_[~short], open_[short & ~flat_enough]
@@ -162,7 +159,7 @@ class LBFGS:
                 break
             bounded = torch.isfinite(high[open_])
             t[open_] = torch.where(bounded, (low[open_] + high[open_]) / 2, 2 * t[open_])
-            if used >= 3:  # a point that lowers the value is good enough now: evaluations are what is dear
+            if used >= 3:  # a point that lowers the value is good enough now: evaluations are what costs
                 open_ = open_[~have[open_]]
                 if len(open_) == 0:
                     break
