@@ -62,10 +62,10 @@ class ImagesAndLabels(Images):
         return self
 
     def images(self, z: Tensor) -> Tensor:
-        return z[:, : self.pixels].unflatten(1, self.shape)
+        return z[:, : self.pixels].view(len(z), *self.shape)
 
     def labels(self, z: Tensor) -> Tensor:
-        return z[:, self.pixels :].unflatten(1, self.label_shape).softmax(-1)
+        return z[:, self.pixels :].view(len(z), *self.label_shape).softmax(-1)
 
     def change_images(self, z: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.cat([change(self.images(z)).flatten(1), z[:, self.pixels :]], 1)
