@@ -197,7 +197,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_ignored(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, file = tiny(None), tmp_path / "net.partial.safetensors"
     interrupted(file, monkeypatch)
     file.write_bytes(DAMAGES[damage](file.read_bytes()))

@@ -1,4 +1,4 @@
-"""How much of an image a reconstruction gives away: one definition of each measure, and one place to apply them."""
+"""How much of an image a reconstruction reveals: one definition per metric, and one place that applies them."""
 
 from gradveil.metrics.baseline import baseline
 from gradveil.metrics.identification import Identification, clopper_pearson, identification_rate, identify

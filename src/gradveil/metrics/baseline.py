@@ -1,4 +1,4 @@
-"""What an adversary has with no update at all: mean images of public data. Only what scores above them is a leak."""
+"""The guess of an adversary without any update: mean images of public data. Only a higher score shows a leak."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from gradveil.core.types import Batch, hard_labels
 
 
 def baseline(public: Batch, labels: Tensor | None, count: int | None = None) -> Tensor:
-    """The mean public image of each label's class; the overall mean, `count` times, where no label is known.
+    """The mean public image of the class of each label (n × C × H × W).
 
-    A class that the public data does not hold gets the overall mean too.
+    Without labels, and for a class that the public data does not hold, it is the mean of all public images.
+
+    Args:
+        public: images that anyone may have.
+        labels: n class numbers, or n × classes; None: unknown.
+        count: number of images where `labels` is None.
     """
     if not len(public):
         raise ValueError("the public data is empty")

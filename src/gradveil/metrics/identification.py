@@ -1,7 +1,7 @@
-"""Identification: is the true image nearer to the reconstruction than many others of its class?
+"""Identification: is the true image more similar to the reconstruction than many other images of its class?
 
-Nearness is the absolute zero-mean normalised correlation over all channels and pixels, so that neither brightness
-nor contrast nor a negative hides a match. Chance is known, hence a rate here is evidence where a PSNR is not.
+Similarity is the absolute zero-mean normalised correlation over all channels and pixels, so that neither brightness nor
+contrast nor a negative hides a match. The chance of a guess is known, so a rate is evidence; a PSNR is not.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gradveil.core.types import Batch, hard_labels
 
 ENOUGH = 200  # a class with fewer distractors is replaced by all classes
 LIMIT = 1000  # distractors at most
-FLAT = 1e-6  # standard deviation below which an image is constant but for rounding
-TIE = 1e-9  # correlations closer than this are a tie, which counts against the adversary
+FLAT = 1e-6  # standard deviation below which an image is constant except for rounding
+TIE = 1e-9  # correlations closer than this are a tie, which does not count as identified
 BLOCK = 2**24  # values compared at a time, to bound memory
 
 
 @dataclass(frozen=True)
 class Identification:
-    """Of each image: its place among the distractors (1 is nearest), their number, and its own |correlation|."""
+    """How each of n true images ranks among its distractors."""
 
-    ranks: Tensor
-    distractors: Tensor
-    correlation: Tensor
+    ranks: Tensor  # n: 1 is the most similar
+    distractors: Tensor  # n: the number of distractors
+    correlation: Tensor  # n: |correlation| of the true image with its reconstruction
 
     @property
     def identified(self) -> Tensor:
@@ -36,7 +36,7 @@ class Identification:
 
     @property
     def chance(self) -> Tensor:
-        """With what probability a guess would identify each image."""
+        """The probability that a guess identifies each image."""
         return 1 / (self.distractors.double() + 1)
 
 
@@ -45,7 +45,14 @@ def identify(
 ) -> Identification:
     """Rank each true image against the first `limit` images of its class in a seeded permutation of the pool.
 
-    Exact copies of the true image are no distractors. A constant reconstruction identifies nobody.
+    Exact copies of the true image do not count as distractors. A constant reconstruction identifies no image.
+
+    Args:
+        truth, labels: images n × C × H × W, and n class numbers or n × classes.
+        reconstruction: image i belongs to true image i.
+        pool: images from which the distractors are drawn.
+        limit: number of distractors at most.
+        seed: of the permutation.
     """
     if truth.shape != reconstruction.shape or truth.shape[1:] != pool.x.shape[1:]:
         shapes = [tuple(t.shape) for t in (truth, reconstruction, pool.x)]
@@ -55,14 +62,14 @@ def identify(
     classes = pool.hard_labels[shuffled]
 
     guess = _standardised(reconstruction)
-    own = _correlation(guess, truth.double().flatten(1)).diagonal()
+    correlation = _correlation(guess, truth.double().flatten(1)).diagonal()
     ranks = torch.empty(len(truth), dtype=torch.long)
     distractors = torch.empty_like(ranks)
 
     def compare(victims: Tensor, candidates: Tensor) -> None:
-        nearer, copies = _nearer(truth[victims], guess[victims], own[victims], pool.x, candidates)
+        better, copies = _better(truth[victims], guess[victims], correlation[victims], pool.x, candidates)
         distractors[victims] = len(candidates) - copies
-        ranks[victims] = 1 + nearer
+        ranks[victims] = 1 + better
 
     for label in labels.unique():
         victims = (labels == label).nonzero().flatten()
@@ -70,23 +77,25 @@ def identify(
         few = victims[distractors[victims] < min(ENOUGH, limit - 1)]
         if len(few):
             compare(few, shuffled[:limit])
-    return Identification(ranks, distractors, own)
+    return Identification(ranks, distractors, correlation)
 
 
-def _nearer(truth: Tensor, guess: Tensor, own: Tensor, images: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """For each victim: how many candidates are at least as near as the truth, and how many are copies of the truth."""
-    nearer, copies = torch.zeros(len(truth), dtype=torch.long), torch.zeros(len(truth), dtype=torch.long)
+def _better(
+    truth: Tensor, guess: Tensor, correlation: Tensor, images: Tensor, candidates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Per victim: how many candidates are at least as similar as the truth, and how many are copies of the truth."""
+    better, copies = torch.zeros(len(truth), dtype=torch.long), torch.zeros(len(truth), dtype=torch.long)
     for block in candidates.split(max(1, BLOCK // guess.shape[1])):
         others = images[block].double().flatten(1)
         copy = _copies(truth.double().flatten(1), others)
-        near = _correlation(guess, others) >= own[:, None] - TIE
-        nearer += (near & ~copy).sum(dim=1)
+        similar = _correlation(guess, others) >= correlation[:, None] - TIE
+        better += (similar & ~copy).sum(dim=1)
         copies += copy.sum(dim=1)
-    return nearer, copies
+    return better, copies
 
 
 def _standardised(images: Tensor) -> Tensor:
-    """Flattened, mean 0, length 1; constant images become 0, which correlates with nothing and ties with everything."""
+    """Flattened, mean 0, length 1. A constant image becomes 0, whose correlation with every image is 0."""
     flat = images.double().flatten(1)
     flat = flat - flat.mean(dim=1, keepdim=True)
     length = flat.norm(dim=1, keepdim=True)
@@ -94,7 +103,7 @@ def _standardised(images: Tensor) -> Tensor:
 
 
 def _correlation(guess: Tensor, others: Tensor) -> Tensor:
-    """|correlation| of every standardised guess with every image; the guess has mean 0, so theirs may stay."""
+    """|correlation| of every standardised guess with every image. The guess has mean 0, so images keep their mean."""
     pixels = others.shape[1]
     variance = torch.einsum("np,np->n", others, others) / pixels - others.mean(dim=1).square()
     length = variance.clamp(min=0).sqrt() * pixels**0.5
@@ -102,7 +111,7 @@ def _correlation(guess: Tensor, others: Tensor) -> Tensor:
 
 
 def _copies(truth: Tensor, others: Tensor) -> Tensor:
-    """Which of the others are exact copies of each truth; only those of equal mean are compared in full."""
+    """Which of the others are exact copies of each truth. Only images of equal mean are compared in full."""
     alike = (truth.mean(dim=1)[:, None] - others.mean(dim=1)).abs() < 1e-9
     for victim in alike.any(dim=1).nonzero().flatten():
         suspects = alike[victim].nonzero().flatten()
@@ -111,7 +120,12 @@ def _copies(truth: Tensor, others: Tensor) -> Tensor:
 
 
 def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The exact two-sided interval of a rate; (0, 1) where nothing was tried."""
+    """The exact two-sided interval of a rate; (0, 1) without trials.
+
+    Args:
+        hits, n: number of successes, and of trials.
+        confidence: probability that the interval covers the true rate.
+    """
     if not 0 <= hits <= n:
         raise ValueError(f"{hits} hits in {n} trials")
     tail = (1 - confidence) / 2

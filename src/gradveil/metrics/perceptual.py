@@ -1,43 +1,43 @@
 """LPIPS (Zhang et al. 2018), version 0.1: weighted distance between the features of an ImageNet network.
 
-Both images go through AlexNet (or VGG16) in [−1, 1]; after five of its layers the features are scaled to unit length
-over channels, and the squared differences weighted by a learned head, averaged over the image and summed over layers.
-The weights are read from `$GRADVEIL_DATA/lpips`; without them the value is None, never a guess.
+Both images pass through AlexNet (or VGG16) in [−1, 1]. After five of its layers the features are scaled to unit length
+over channels; the squared differences are weighted by a learned head, averaged over the image and summed over layers.
+The weights are read from `$GRADVEIL_DATA/lpips`. Without them the value is None.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
 from gradveil.metrics.pixel import pair
 from gradveil.metrics.registry import metric
+from gradveil.storage.files import read_tensors
 
 Net = Literal["alex", "vgg"]
 
-SMALLEST = 64  # AlexNet's strides leave nothing of a 28-pixel image
+SMALLEST = 64  # pixels: the strides of AlexNet reduce a 28-pixel image to nothing
 CHUNK = 64  # pairs at a time, to bound memory
 EPSILON = 1e-10
 
-# ImageNet mean and deviation, as they are after pixels were moved to [−1, 1].
+# Mean and standard deviation of ImageNet for pixels in [−1, 1].
 SHIFT = torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1)
 SCALE = torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1)
 
 
 class Stage(NamedTuple):
-    """Layers up to a tap: perhaps a max-pool of this width (stride 2), then convolutions each with a ReLU."""
+    """The layers between two taps: a max-pool of width `pool` (stride 2) if set, then convolutions with a ReLU each."""
 
-    convolutions: tuple[int, ...]  # their places in the network's `features`
+    convolutions: tuple[int, ...]  # their numbers in `features` of the network
     pool: int | None = None
     stride: int = 1
     padding: int = 1
@@ -49,39 +49,29 @@ class Network(NamedTuple):
     stages: tuple[Stage, ...]
 
 
+_ALEX = (Stage((0,), None, 4, 2), Stage((3,), 3, 1, 2), Stage((6,), 3), Stage((8,)), Stage((10,)))
+_VGG = (Stage((0, 2)), Stage((5, 7), 2), Stage((10, 12, 14), 2), Stage((17, 19, 21), 2), Stage((24, 26, 28), 2))
 NETWORKS: dict[Net, Network] = {
-    "alex": Network(
-        "alexnet_features_imagenet.safetensors",
-        "lpips_v0.1_lin_alex.safetensors",
-        (
-            Stage((0,), stride=4, padding=2),
-            Stage((3,), pool=3, padding=2),
-            Stage((6,), pool=3),
-            Stage((8,)),
-            Stage((10,)),
-        ),
-    ),
-    "vgg": Network(
-        "vgg16_features_imagenet_fp16.safetensors",
-        "lpips_v0.1_lin_vgg.safetensors",
-        (
-            Stage((0, 2)),
-            Stage((5, 7), pool=2),
-            Stage((10, 12, 14), pool=2),
-            Stage((17, 19, 21), pool=2),
-            Stage((24, 26, 28), pool=2),
-        ),
-    ),
+    "alex": Network("alexnet_features_imagenet.safetensors", "lpips_v0.1_lin_alex.safetensors", _ALEX),
+    "vgg": Network("vgg16_features_imagenet_fp16.safetensors", "lpips_v0.1_lin_vgg.safetensors", _VGG),
 }
 
 
 def lpips_available(net: Net = "alex") -> bool:
-    """Are the weights on hand?"""
+    """Whether the weights are installed.
+
+    Args:
+        net: `alex` or `vgg`.
+    """
     return _files(net) is not None
 
 
 def lpips_size(height: int, width: int) -> tuple[int, int]:
-    """The size at which images are compared: their own, or enlarged so that the short side has 64 pixels."""
+    """The size at which images are compared; small images are enlarged so that the short side has 64 pixels.
+
+    Args:
+        height, width: of the images.
+    """
     grow = max(1.0, SMALLEST / min(height, width))
     return round(height * grow), round(width * grow)
 
@@ -89,14 +79,21 @@ def lpips_size(height: int, width: int) -> tuple[int, int]:
 @torch.no_grad()
 @metric("lpips")
 def lpips(truth: Tensor, reconstruction: Tensor, net: Net = "alex") -> Tensor | None:
-    """Perceptual distance of each image (n), 0 for an exact match; None without weights, or if neither grey nor RGB."""
+    """Perceptual distance per image (n), 0 for an exact match; None without weights, or if neither grey nor RGB.
+
+    Args:
+        truth, reconstruction: images n × C × H × W in [0, 1].
+        net: `alex` or `vgg`.
+    """
     x, y = pair(truth, reconstruction)
     files = _files(net)
     if files is None or x.shape[1] not in (1, 3):
         return None
     weights = {name: w.to(x.device) for name, w in _load(*files).items()}
     chunks = zip(x.float().split(CHUNK), y.float().split(CHUNK), strict=True)
-    return torch.cat([_distance(_prepare(a), _prepare(b), NETWORKS[net], weights) for a, b in chunks]).double()
+    return torch.cat(
+        [_distance(imagenet_input(a), imagenet_input(b), NETWORKS[net], weights) for a, b in chunks]
+    ).double()
 
 
 def _files(net: Net) -> tuple[Path, Path] | None:
@@ -109,31 +106,36 @@ def _files(net: Net) -> tuple[Path, Path] | None:
 
 @lru_cache(maxsize=2)
 def _load(trunk: Path, head: Path) -> Tensors:
-    try:
-        return {name: tensor.float() for path in (trunk, head) for name, tensor in load_file(path).items()}
-    except SafetensorError as error:
-        raise UserError(f"the LPIPS weights in {trunk.parent} cannot be read: {error}.") from None
+    return {name: tensor.float() for path in (trunk, head) for name, tensor in read_tensors(path).items()}
 
 
-def _prepare(images: Tensor) -> Tensor:
-    """Grey to three channels, small to 64 pixels, [0, 1] to [−1, 1], then ImageNet's normalisation."""
+def imagenet_input(images: Tensor) -> Tensor:
+    """Grey to three channels, small images to 64 pixels, [0, 1] to [−1, 1], then the normalization of ImageNet."""
     images = images.expand(-1, 3, -1, -1)
     size = lpips_size(*images.shape[-2:])
     if size != tuple(images.shape[-2:]):
         images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
-    return (2 * images - 1 - SHIFT.to(images.device)) / SCALE.to(images.device)
+    return (2 * images - 1 - SHIFT.to(images)) / SCALE.to(images)
+
+
+def trunk_outputs(x: Tensor, network: Network, weights: Tensors) -> Iterator[Tensor]:
+    """The outputs of all convolutions of a network, in order, before their ReLU."""
+    for stage in network.stages:
+        if stage.pool:
+            x = F.max_pool2d(x, stage.pool, stride=2)
+        for place in stage.convolutions:
+            kernel, bias = (weights[f"features.{place}.{part}"].to(x) for part in ("weight", "bias"))
+            x = F.conv2d(x, kernel, bias, stride=stage.stride, padding=stage.padding)
+            yield x
+            x = x.relu()
 
 
 def _distance(x: Tensor, y: Tensor, network: Network, weights: Tensors) -> Tensor:
     total = x.new_zeros(len(x))
-    both = torch.cat([x, y])
+    outputs = trunk_outputs(torch.cat([x, y]), network, weights)
     for tap, stage in enumerate(network.stages):
-        if stage.pool:
-            both = F.max_pool2d(both, stage.pool, stride=2)
-        for place in stage.convolutions:
-            kernel, bias = weights[f"features.{place}.weight"], weights[f"features.{place}.bias"]
-            both = F.conv2d(both, kernel, bias, stride=stage.stride, padding=stage.padding).relu()
-        unit = both / (both.norm(dim=1, keepdim=True) + EPSILON)
-        a, b = unit.chunk(2)
+        *_, last = islice(outputs, len(stage.convolutions))
+        features = last.relu()
+        a, b = (features / (features.norm(dim=1, keepdim=True) + EPSILON)).chunk(2)
         total += ((a - b).square() * weights[f"lin{tap}.weight"]).sum(dim=1).mean(dim=(1, 2))
     return total

@@ -1,9 +1,10 @@
-"""Scores: the only place where truth and reconstruction meet."""
+"""Scores: the only module that compares reconstructions with the truth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -25,15 +26,15 @@ GREY = 0.5  # stands for an image that is not finite
 
 @dataclass(frozen=True)
 class Scores:
-    """One victim's batch against its reconstruction; every tensor has one entry for each true image, in its order."""
+    """The batch of one victim against its reconstruction; every tensor has one entry per true image, in its order."""
 
     against: Against
     mse: Tensor
     psnr: Tensor
     ssim: Tensor
-    lpips: Tensor | None  # None: weights not on hand, or not asked for
-    identified: Tensor | None  # None: no pool of distractors was given, as are rank and chance then
-    rank: Tensor | None  # 1 is nearest
+    lpips: Tensor | None  # None: no weights, or not requested
+    identified: Tensor | None  # None without a pool of distractors, like rank and chance
+    rank: Tensor | None  # 1 is the most similar
     chance: float | None
     failed: Tensor  # the reconstruction was not finite and is scored as mid-grey
     order: Tensor  # image i was compared with reconstruction order[i]
@@ -55,7 +56,15 @@ def score(
     against: Against = "original",
     lpips: Net | None = "alex",
 ) -> Scores:
-    """One victim's batch (B × C × H × W), matched and scored in [0, 1]."""
+    """The scores of one victim, after its images are matched.
+
+    Args:
+        truth, labels: the batch B × C × H × W, and B class numbers or B × classes.
+        reconstruction: images of the same shape, in any order.
+        pool: images from which distractors are drawn; None: no identification.
+        against: what `truth` is: the original images, those fed to the network, or a component of a mixture.
+        lpips: the network of LPIPS; None: not computed.
+    """
     return score_all([truth], [labels], [reconstruction], pool=pool, against=against, lpips=lpips)[0]
 
 
@@ -68,7 +77,12 @@ def score_all(
     against: Against = "original",
     lpips: Net | None = "alex",
 ) -> list[Scores]:
-    """Many victims at once: each is matched by itself, then all images are scored in one call per metric."""
+    """The scores of many victims. Each is matched alone, then all images are scored in one call per metric.
+
+    Args:
+        truths, labels, reconstructions: one entry per victim, as for `score`.
+        pool, against, lpips: as for `score`.
+    """
     finite = [r.detach().isfinite().flatten(1).all(dim=1).cpu() for r in reconstructions]
     guesses = [
         torch.where(ok[:, None, None, None], as_pixels(r.cpu()), GREY)
@@ -76,32 +90,33 @@ def score_all(
     ]
     pixels = [as_pixels(t.cpu()) for t in truths]
     orders = [match(t, g) for t, g in zip(pixels, guesses, strict=True)]
-    sizes = [len(order) for order in orders]
+    starts = [0, *accumulate(len(order) for order in orders)]
 
     truth = torch.cat(pixels)
     guess = torch.cat([g[order] for g, order in zip(guesses, orders, strict=True)])
     failed = torch.cat([~ok[order] for ok, order in zip(finite, orders, strict=True)])
-    found = None
+    ranking = None
     if pool is not None:
         classes = torch.cat([hard_labels(y) for y in labels]).cpu()
-        found = identify(truth, classes, guess, pool)
+        ranking = identify(truth, classes, guess, pool)
 
-    def split(values: Tensor | None) -> Sequence[Any]:
-        return [None] * len(sizes) if values is None else values.split(sizes)
-
-    columns = zip(
-        split(mse(truth, guess)),
-        split(psnr(truth, guess)),
-        split(ssim(truth, guess)),
-        split(perceptual_distance(truth, guess, lpips) if lpips else None),
-        split(found.identified if found else None),
-        split(found.ranks if found else None),
-        (None if c is None else float(c.mean()) for c in split(found.chance if found else None)),
-        split(failed),
-        orders,
-        strict=True,
-    )
-    return [Scores(against, *values) for values in columns]
+    errors, decibels, similarity = mse(truth, guess), psnr(truth, guess), ssim(truth, guess)
+    distance = perceptual_distance(truth, guess, lpips) if lpips else None
+    return [
+        Scores(
+            against,
+            mse=errors[start:end],
+            psnr=decibels[start:end],
+            ssim=similarity[start:end],
+            lpips=None if distance is None else distance[start:end],
+            identified=ranking.identified[start:end] if ranking else None,
+            rank=ranking.ranks[start:end] if ranking else None,
+            chance=float(ranking.chance[start:end].mean()) if ranking else None,
+            failed=failed[start:end],
+            order=order,
+        )
+        for (start, end), order in zip(pairwise(starts), orders, strict=True)
+    ]
 
 
 def summarize(scores: Sequence[Scores], *, attacks: int = 1) -> dict[str, Any]:

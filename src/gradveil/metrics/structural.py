@@ -1,4 +1,4 @@
-"""Structural similarity (Wang et al. 2004) of each image: Gaussian window, population covariance, no padding.
+"""Structural similarity (Wang et al. 2004) per image: Gaussian window, population covariance, no padding.
 
 The definition is scikit-image's `structural_similarity(data_range=1, gaussian_weights=True, sigma=1.5,
 use_sample_covariance=False)`: 11 × 11 taps, averaged where the whole window lies inside the image, then over channels.
@@ -18,7 +18,7 @@ from gradveil.metrics.registry import metric
 
 
 class Window(NamedTuple):
-    """The Gaussian window SSIM looks through."""
+    """The Gaussian window of SSIM."""
 
     size: int
     sigma: float
@@ -28,9 +28,12 @@ class Window(NamedTuple):
 
 
 def ssim_window(height: int, width: int) -> Window:
-    """11 × 11 with σ 1.5; in smaller images the largest odd window that fits, with σ shrunk alike.
+    """11 × 11 with σ 1.5. For smaller images the largest odd size that fits, with σ reduced in proportion.
 
-    σ shrinks so that the window keeps its shape, and so that scikit-image given that σ chooses the same window.
+    So the window keeps its shape, and scikit-image chooses the same window for this σ.
+
+    Args:
+        height, width: of the images.
     """
     side = min(height, width)
     if side < 3:
@@ -41,10 +44,14 @@ def ssim_window(height: int, width: int) -> Window:
 
 @metric("ssim")
 def ssim(truth: Tensor, reconstruction: Tensor) -> Tensor:
-    """Structural similarity of each image (n), 1 for an exact match; not cut off at 0."""
+    """Structural similarity per image (n), 1 for an exact match; negative values are kept.
+
+    Args:
+        truth, reconstruction: images n × C × H × W in [0, 1].
+    """
     x, y = pair(truth, reconstruction)
     window = ssim_window(*x.shape[-2:])
-    # The package's own window is single precision: on smooth images, off in the sixth place.
+    # The window of pytorch_msssim is single precision: on smooth images the sixth decimal would be wrong.
     taps = torch.arange(window.size, dtype=x.dtype, device=x.device) - window.size // 2
     weights = torch.softmax(-taps.square() / (2 * window.sigma**2), dim=0)
     values: Tensor = windowed_ssim(x, y, data_range=1.0, size_average=False, win=weights.expand(x.shape[1], 1, 1, -1))

@@ -1,7 +1,8 @@
-"""What a network of this package is: settings that build a module for a given image shape and number of classes.
+"""The base of the registered networks: settings that build a module for an image shape and a number of classes.
 
-Every network keeps to what attacks and defenses rely on: no in-place activation, every layer with parameters called
-once a pass, parameters only in linear, convolution and batch-norm layers, and a linear classifier `fc` at the end.
+Attacks and defenses rely on these properties of every network: no in-place activation, every layer with parameters
+called once per pass, parameters only in linear, convolution and batch-norm layers, and a linear classifier `fc` at the
+end.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shape_text
 from gradveil.core.settings import Registry
 from gradveil.core.types import Shape
 
 
 class Network(ABC):
-    """Base of the registered networks. Weights come from torch's global stream, which `gradveil.models.build` sets."""
+    """Base of the registered networks. Weights come from the global stream of torch, which `models.build` seeds."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module: ...
+    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
+        """A module that maps images n × C × H × W to scores n × classes."""
 
 
 MODELS: Registry[Network] = Registry("model", package="gradveil.models")
@@ -34,15 +36,15 @@ MODELS: Registry[Network] = Registry("model", package="gradveil.models")
 def classifier_on(
     layers: Mapping[str, nn.Module], input_shape: Shape, num_classes: int, *, hidden: Sequence[int] = (), name: str
 ) -> nn.Sequential:
-    """The layers, flattened, then hidden ReLU layers `fc1`, `fc2` … and the classifier, of the widths that fit."""
+    """The layers, flattened, then hidden ReLU layers `fc1`, `fc2` … of these widths, and the classifier `fc`."""
     features = nn.Sequential(OrderedDict(layers, flatten=nn.Flatten()))
     with torch.no_grad():
         try:
             width = features.eval()(torch.zeros(1, *input_shape)).shape[1]
-        except RuntimeError:  # a kernel or a pooling window larger than what is left of the image
+        except RuntimeError:  # a kernel or a pooling window is larger than the feature map
             width = 0
     if not width:
-        raise UserError(f"images of {'×'.join(map(str, input_shape))} are too small for the model '{name}'.")
+        raise UserError(f"images of {shape_text(input_shape)} are too small for the model '{name}'.")
     head: dict[str, nn.Module] = {}
     for i, units in enumerate(hidden, start=1):
         head[f"fc{i}"] = nn.Linear(width, units)

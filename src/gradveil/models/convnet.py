@@ -1,7 +1,4 @@
-"""The ConvNet of Geiping et al. 2020 (inversefed), which Soteria, ATS and DCS2 take over.
-
-Eight 3×3 convolutions, not nine: the published code lists one of them twice under the same name.
-"""
+"""The ConvNet of Geiping et al. 2020 (inversefed), which Soteria, ATS and DCS2 use too."""
 
 from __future__ import annotations
 
@@ -16,7 +13,16 @@ from gradveil.models.base import MODELS, Network, classifier_on
 @MODELS.register("convnet")
 @settings
 class ConvNet(Network):
-    """Eight convolutions with batch norm, as in inversefed, Soteria and ATS (width 64) and DCS2 (width 32)."""
+    """Eight 3×3 convolutions with batch norm, as in inversefed, Soteria, ATS and DCS2.
+
+    The paper has nine convolutions; the published code lists one of them twice under the same name.
+
+    Args:
+        width: channels of the first convolution; 64 in inversefed, Soteria and ATS, 32 in DCS2.
+
+    Example:
+        >>> build("convnet:width=32", input_shape=(3, 32, 32), num_classes=10)
+    """
 
     width: int = Field(default=64, ge=1)
 

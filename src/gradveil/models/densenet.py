@@ -14,7 +14,7 @@ GROWTH = 32
 
 
 class DenseLayer(nn.Module):
-    """Adds `GROWTH` channels, computed from all those before, by a 1×1 and a 3×3 convolution."""
+    """Appends `GROWTH` channels, computed from all earlier channels by a 1×1 and a 3×3 convolution."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -33,7 +33,11 @@ class DenseLayer(nn.Module):
 @MODELS.register("densenet121")
 @settings
 class DenseNet121(Network):
-    """Four dense blocks of 6, 12, 24 and 16 layers with batch norm; needs images of 8 pixels."""
+    """Four dense blocks of 6, 12, 24 and 16 layers with batch norm; needs images of at least 8 pixels.
+
+    Example:
+        >>> build("densenet121", input_shape=(3, 32, 32), num_classes=10)
+    """
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
         channels = 2 * GROWTH
@@ -43,7 +47,7 @@ class DenseNet121(Network):
             channels += count * GROWTH
             layers[f"bn{i}"] = nn.BatchNorm2d(channels)
             layers[f"relu{i}"] = nn.ReLU()
-            if i < len(BLOCKS):  # the transition: half the channels, half the side
+            if i < len(BLOCKS):  # transition: half the channels, half the side
                 layers[f"shrink{i}"] = nn.Conv2d(channels, channels // 2, 1, bias=False)
                 layers[f"pool{i}"] = nn.AvgPool2d(2)
                 channels //= 2

@@ -1,7 +1,7 @@
 """The sigmoid networks of deep leakage: three (or four) 5×5 convolutions of 12 channels and one linear layer.
 
-Zhu et al. 2019 (DLG) bring it in and draw every weight and bias from U(−0.5, 0.5), which makes gradients easy to
-invert; iDLG, DCS2 (MNIST) and PRECODE take it over. Soteria's DLG test and CPL add a fourth convolution.
+Zhu et al. 2019 (DLG) introduce it and draw every weight and bias from U(−0.5, 0.5), which makes gradients easy to
+invert. iDLG, DCS2 (MNIST) and PRECODE use it too. The DLG test of Soteria and CPL add a fourth convolution.
 """
 
 from __future__ import annotations
@@ -38,16 +38,30 @@ class _LeNet(Network):
 @MODELS.register("lenet")
 @settings
 class LeNet(_LeNet):
-    """Three sigmoid convolutions of 12 channels, as in DLG and iDLG; the easiest to attack."""
+    """Three sigmoid convolutions of 12 channels, as in DLG and iDLG; the easiest to attack.
 
-    strides: ClassVar[tuple[int, ...]] = (2, 2, 1)
-    init: Literal["published", "default"] = "published"  # published: U(−0.5, 0.5); default: torch's own
+    Args:
+        init: `published` draws from U(−0.5, 0.5), `default` is the initialization of torch.
+
+    Example:
+        >>> build("lenet:init=default", input_shape=(1, 28, 28), num_classes=10)
+    """
+
+    strides = (2, 2, 1)
+    init: Literal["published", "default"] = "published"
 
 
 @MODELS.register("lenet4")
 @settings
 class LeNet4(_LeNet):
-    """LeNet with a fourth convolution, as in Soteria's DLG test and CPL."""
+    """LeNet with a fourth convolution, as in CPL and in the DLG test of Soteria.
 
-    strides: ClassVar[tuple[int, ...]] = (2, 2, 1, 1)
+    Args:
+        init: as for `lenet`.
+
+    Example:
+        >>> build("lenet4", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    strides = (2, 2, 1, 1)
     init: Literal["published", "default"] = "published"

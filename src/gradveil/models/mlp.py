@@ -1,6 +1,8 @@
-"""Fully connected networks: PRECODE's two, and the one on which Balunović et al. break PRECODE."""
+"""Fully connected networks: two of PRECODE, and the one on which Balunović et al. break PRECODE."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from torch import nn
 
@@ -9,28 +11,44 @@ from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network, classifier_on
 
 
-@MODELS.register("smlp")
-@settings
-class SMLP(Network):
-    """PRECODE's shallow network: two hidden layers of 1,024 ReLU."""
+class _Perceptron(Network):
+    hidden: ClassVar[tuple[int, ...]]  # widths of the hidden ReLU layers
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        return classifier_on({}, input_shape, num_classes, hidden=[1024] * 2, name=self.name)
+        return classifier_on({}, input_shape, num_classes, hidden=self.hidden, name=self.name)
+
+
+@MODELS.register("smlp")
+@settings
+class SMLP(_Perceptron):
+    """The shallow network of PRECODE: two hidden layers of 1,024 ReLU units.
+
+    Example:
+        >>> build("smlp", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    hidden = (1024,) * 2
 
 
 @MODELS.register("dmlp")
 @settings
-class DMLP(Network):
-    """PRECODE's deep network: four hidden layers of 1,024 ReLU."""
+class DMLP(_Perceptron):
+    """The deep network of PRECODE: four hidden layers of 1,024 ReLU units.
 
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        return classifier_on({}, input_shape, num_classes, hidden=[1024] * 4, name=self.name)
+    Example:
+        >>> build("dmlp", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    hidden = (1024,) * 4
 
 
 @MODELS.register("ffn")
 @settings
-class FFN(Network):
-    """Balunović et al. 2022: five layers of 500, one of 256, one of 500; PRECODE's bottleneck is not part of it."""
+class FFN(_Perceptron):
+    """Balunović et al. 2022: hidden layers of 500 (five), 256 and 500 units, without the bottleneck of PRECODE.
 
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        return classifier_on({}, input_shape, num_classes, hidden=[*[500] * 5, 256, 500], name=self.name)
+    Example:
+        >>> build("ffn", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    hidden = (*(500,) * 5, 256, 500)

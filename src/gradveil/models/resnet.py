@@ -13,7 +13,7 @@ from gradveil.models.base import MODELS, Network, kaiming_
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut."""
+    """Two 3×3 convolutions with a shortcut around them."""
 
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()
@@ -29,8 +29,8 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu1(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        return self.relu2(out + self.shortcut(x))  # type: ignore[no-any-return]
+        result: Tensor = self.relu2(self.bn2(self.conv2(out)) + self.shortcut(x))
+        return result
 
 
 class ResNet(nn.Sequential):
@@ -64,34 +64,62 @@ class _Residual(Network):
 @MODELS.register("resnet20")
 @settings
 class ResNet20(_Residual):
-    """Three stages of three blocks, width 16."""
+    """Three stages of three blocks, width 16.
 
-    blocks: ClassVar[tuple[int, ...]] = (3, 3, 3)
+    Args:
+        width: channels of the first stage.
+
+    Example:
+        >>> build("resnet20:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks = (3, 3, 3)
     width: int = Field(default=16, ge=1)
 
 
 @MODELS.register("resnet20-4")
 @settings
 class ResNet20x4(_Residual):
-    """ResNet20 four times as wide; what ATS calls ResNet20."""
+    """ResNet20 with four times the width; ATS calls it ResNet20.
 
-    blocks: ClassVar[tuple[int, ...]] = (3, 3, 3)
+    Args:
+        width: channels of the first stage.
+
+    Example:
+        >>> build("resnet20-4:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks = (3, 3, 3)
     width: int = Field(default=64, ge=1)
 
 
 @MODELS.register("resnet18")
 @settings
 class ResNet18(_Residual):
-    """Four stages of two blocks, as in LODA and GGL."""
+    """Four stages of two blocks, as in LODA and GGL.
 
-    blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
+    Args:
+        width: channels of the first stage.
+
+    Example:
+        >>> build("resnet18:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks = (2, 2, 2, 2)
     width: int = Field(default=64, ge=1)
 
 
 @MODELS.register("resnet34")
 @settings
 class ResNet34(_Residual):
-    """Four stages of 3, 4, 6 and 3 blocks."""
+    """Four stages of 3, 4, 6 and 3 blocks.
 
-    blocks: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+    Args:
+        width: channels of the first stage.
+
+    Example:
+        >>> build("resnet34:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks = (3, 4, 6, 3)
     width: int = Field(default=64, ge=1)

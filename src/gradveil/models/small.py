@@ -1,6 +1,8 @@
-"""Small convolutional networks: of published attacks, of Flower's tutorial, and a plain one that trains well."""
+"""Small convolutional networks: of published attacks, of the Flower tutorial, and a plain one that trains well."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from torch import nn
 
@@ -9,18 +11,14 @@ from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 
 
-def _stages(convolutions: list[nn.Conv2d], pool: type[nn.MaxPool2d] | type[nn.AvgPool2d]) -> dict[str, nn.Module]:
-    """Convolution, ReLU and pooling by two, once for each convolution."""
-    layers: dict[str, nn.Module] = {}
-    for i, convolution in enumerate(convolutions, start=1):
-        layers |= {f"conv{i}": convolution, f"relu{i}": nn.ReLU(), f"pool{i}": pool(2)}
-    return layers
-
-
 @MODELS.register("cnn")
 @settings
 class CNN(Network):
-    """Two strided 5×5 ReLU convolutions and a hidden layer; quick to train."""
+    """Two strided 5×5 ReLU convolutions and a hidden layer; trains fast.
+
+    Example:
+        >>> build("cnn", input_shape=(1, 28, 28), num_classes=10)
+    """
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
         layers = {
@@ -34,34 +32,60 @@ class CNN(Network):
         return model
 
 
-@MODELS.register("flower-cnn")
-@settings
-class FlowerCNN(Network):
-    """The network of Flower's PyTorch tutorial: two 5×5 convolutions with max-pooling, hidden layers of 120 and 84."""
+class _Pooled(Network):
+    """Stages of a convolution, ReLU and pooling by two, then hidden ReLU layers."""
+
+    convolutions: ClassVar[tuple[tuple[int, int, int], ...]]  # channels, kernel and padding of each stage
+    hidden: ClassVar[tuple[int, ...]]
+    pool: ClassVar[type[nn.MaxPool2d | nn.AvgPool2d]] = nn.AvgPool2d
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        layers = _stages([nn.Conv2d(input_shape[0], 6, 5), nn.Conv2d(6, 16, 5)], nn.MaxPool2d)
-        return classifier_on(layers, input_shape, num_classes, hidden=[120, 84], name=self.name)
+        layers: dict[str, nn.Module] = {}
+        channels = input_shape[0]
+        for i, (width, kernel, padding) in enumerate(self.convolutions, start=1):
+            convolution = nn.Conv2d(channels, width, kernel, padding=padding)
+            layers |= {f"conv{i}": convolution, f"relu{i}": nn.ReLU(), f"pool{i}": self.pool(2)}
+            channels = width
+        return classifier_on(layers, input_shape, num_classes, hidden=self.hidden, name=self.name)
+
+
+@MODELS.register("flower-cnn")
+@settings
+class FlowerCNN(_Pooled):
+    """The network of the PyTorch tutorial of Flower: two 5×5 convolutions with max-pooling, hidden layers of 120 and 84.
+
+    Example:
+        >>> build("flower-cnn", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    convolutions = ((6, 5, 0), (16, 5, 0))
+    hidden = (120, 84)
+    pool = nn.MaxPool2d
 
 
 @MODELS.register("convbig")
 @settings
-class ConvBig(Network):
-    """Balunović et al. 2022, on which they break Soteria: two convolutions, hidden layers of 2,000 and 1,000."""
+class ConvBig(_Pooled):
+    """Balunović et al. 2022, on which they break Soteria: two convolutions, hidden layers of 2,000 and 1,000.
 
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        # The second kernel is 1×1 with padding 1 in the published code: 32 pixels become 5,184 features.
-        convolutions = [nn.Conv2d(input_shape[0], 32, 3, padding=1), nn.Conv2d(32, 64, 1, padding=1)]
-        layers = _stages(convolutions, nn.AvgPool2d)
-        return classifier_on(layers, input_shape, num_classes, hidden=[2000, 1000], name=self.name)
+    The second kernel is 1×1 with padding 1 in the published code: images of 32 pixels become 5,184 features.
+
+    Example:
+        >>> build("convbig", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    convolutions = ((32, 3, 1), (64, 1, 1))
+    hidden = (2000, 1000)
 
 
 @MODELS.register("bayes-cnn")
 @settings
-class BayesCNN(Network):
-    """The network of the Bayes-optimal attack (Balunović et al. 2022): two convolutions, a hidden layer of 100."""
+class BayesCNN(_Pooled):
+    """The network of the Bayes-optimal attack (Balunović et al. 2022): two convolutions, a hidden layer of 100.
 
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        convolutions = [nn.Conv2d(input_shape[0], 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)]
-        layers = _stages(convolutions, nn.AvgPool2d)
-        return classifier_on(layers, input_shape, num_classes, hidden=[100], name=self.name)
+    Example:
+        >>> build("bayes-cnn", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    convolutions = ((32, 3, 1), (64, 3, 1))
+    hidden = (100,)

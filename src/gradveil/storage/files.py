@@ -15,10 +15,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
 
 LOCK = ".gradveil.lock"
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
@@ -128,3 +128,11 @@ def write_json(path: Path, value: Any) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     write_atomic(path, lambda p: save_file(plain, str(p), metadata=metadata))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that `write_tensors` wrote."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged and cannot be read ({one_line(error)}); remove it.") from None

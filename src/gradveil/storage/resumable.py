@@ -1,8 +1,8 @@
-"""Networks that are trained once and kept in a file; a training that is killed goes on where its last checkpoint is.
+"""Networks that are trained once and stored in a file. A killed training continues from its last checkpoint.
 
-Beside the file of a network that is not finished lies `NAME.partial.safetensors`: parameters, the optimizer's and the
-schedule's state, random streams and the number of steps, so that what comes of it is what an undisturbed training gives,
-bit by bit. It is removed when the network is stored. One that is damaged or of other code is passed over.
+While a training runs, `NAME.partial.safetensors` beside the file holds the state of modules, optimizer and schedule, the
+random streams and the number of steps, so that the result equals that of an uninterrupted training, bit by bit. It is
+removed when the network is stored. A checkpoint that is damaged or was written by other code is ignored.
 """
 
 from __future__ import annotations
@@ -13,25 +13,35 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
-from gradveil.storage.files import remove_leftovers, room_for, write_tensors
+from gradveil.storage.files import read_tensors, remove_leftovers, room_for, write_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
+State = dict[str, Any]  # as torch declares the state of modules and optimizers
+
+
+class Stateful(Protocol):
+    """A part of a training that has a state: a module, an optimizer, a schedule, `Shuffled`."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State, /) -> object: ...
+
+
+Part = Stateful | torch.Generator
 
 
 def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> Tensors:
-    """The tensors of `file`; where there is none, what `train` makes, stored there. It is given a checkpoint's path.
+    """The tensors of `file`. Where it does not exist, `train` makes them, and they are stored there.
 
-    Another process that wants the very same waits for it.
+    `train` receives the path of its checkpoint. Another process that asks for the same file waits.
     """
     if file is None:
         return train(None)
@@ -40,25 +50,18 @@ def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> 
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             if file.exists():
-                found = _read(file)
+                tensors = read_tensors(file)
             else:
                 for target in (file, partial):
                     remove_leftovers(file.parent, target.name)
-                found = train(partial)
-                write_tensors(file, found)
+                tensors = train(partial)
+                write_tensors(file, tensors)
             partial.unlink(missing_ok=True)
-    return found
-
-
-def _read(file: Path) -> Tensors:
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise UserError(f"{file} is damaged ({error}); remove it.") from None
+    return tensors
 
 
 class Shuffled:
-    """Rows in batches, pass after pass without end, each pass in a new order."""
+    """Row numbers in batches, without end, each pass over the rows in a new random order."""
 
     def __init__(self, rows: int, batch: int, rng: torch.Generator):
         self.rows, self.batch, self.rng = rows, batch, rng
@@ -71,21 +74,21 @@ class Shuffled:
         return drawn
 
     def steps(self, passes: int) -> int:
-        """How many batches so many passes are."""
+        """The number of batches in this number of passes."""
         return passes * -(-self.rows // self.batch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"left": self.left}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State, /) -> None:
         self.left = state["left"].to(self.left)
 
 
-def resumable(steps: int, checkpoint: Path | None, parts: Sequence[Any]) -> Iterator[int]:
-    """The numbers of the steps that are still to be done.
+def resumable(steps: int, checkpoint: Path | None, parts: Sequence[Part]) -> Iterator[int]:
+    """The numbers of the steps that remain.
 
-    `parts` is all that a step changes: modules, optimizers, schedules, `Shuffled`, random generators. They are set to
-    where the checkpoint is, and stored again as the loop goes on.
+    `parts` is everything that a step changes: modules, optimizers, schedules, `Shuffled`, random generators. They are
+    set to the state of the checkpoint, and stored again every few seconds while the loop runs.
     """
     begin = _restore(checkpoint, parts, steps) if checkpoint else 0
     saved = time.monotonic()
@@ -99,46 +102,46 @@ def resumable(steps: int, checkpoint: Path | None, parts: Sequence[Any]) -> Iter
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def _save(checkpoint: Path, parts: Sequence[Any], done: int) -> None:
+def _save(checkpoint: Path, parts: Sequence[Part], done: int) -> None:
     tensors: Tensors = {}
     plain = json.dumps([done, [_packed(_state(part), str(i), tensors) for i, part in enumerate(parts)]])
     write_tensors(checkpoint, tensors, {"state": plain, "sha256": _digest(plain, tensors)})
 
 
-def _restore(checkpoint: Path, parts: Sequence[Any], steps: int) -> int:
-    """Set the parts to where the checkpoint is, if it is whole and fits them; the steps that are done."""
+def _restore(checkpoint: Path, parts: Sequence[Part], steps: int) -> int:
+    """Set the parts to the state of the checkpoint, if it is complete and fits them. Returns the steps that are done."""
     if not checkpoint.exists():
         return 0
     fresh = [copy.deepcopy(_state(part)) for part in parts]
     try:
         with safe_open(checkpoint, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         if metadata["sha256"] != _digest(metadata["state"], tensors):
-            raise ValueError("it is damaged")
+            raise ValueError("damaged")
         done, states = json.loads(metadata["state"])
         if not 0 < done <= steps:
-            raise ValueError("it is of a longer training")
+            raise ValueError("from a longer training")
         for part, state in zip(parts, states, strict=True):
-            _load(part, _unpacked(state, tensors))
+            _load(part, {key: _unpacked(value, tensors) for key, value in state["dict"]})
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
-        # Of another version, or damaged: nothing is lost but time. Some parts may have been set already.
+        # Another version, or damaged: only time is lost. Some parts may have been set already.
         for part, state in zip(parts, fresh, strict=True):
             _load(part, state)
         return 0
     return int(done)
 
 
-def _state(part: Any) -> Any:
+def _state(part: Part) -> State:
     return {"rng": part.get_state()} if isinstance(part, torch.Generator) else part.state_dict()
 
 
-def _load(part: Any, state: Any) -> None:
+def _load(part: Part, state: State) -> None:
     part.set_state(state["rng"]) if isinstance(part, torch.Generator) else part.load_state_dict(state)
 
 
-def _packed(value: Any, name: str, tensors: Tensors) -> Any:
-    """As JSON can hold it: a dict as its pairs, since an optimizer numbers its parameters; a tensor as its name."""
+def _packed(value: object, name: str, tensors: Tensors) -> object:
+    """A value as JSON can hold it: a dict as pairs, since an optimizer has numbers as keys; a tensor as its name."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -149,7 +152,7 @@ def _packed(value: Any, name: str, tensors: Tensors) -> Any:
     return value
 
 
-def _unpacked(value: Any, tensors: Tensors) -> Any:
+def _unpacked(value: object, tensors: Tensors) -> object:
     if isinstance(value, dict):
         if "tensor" in value:
             return tensors[value["tensor"]]

@@ -1,7 +1,7 @@
-"""Updates and checkpoints as files: safetensors with metadata, and nothing believed before it is checked.
+"""Updates and checkpoints as safetensors files with metadata, checked when they are read.
 
-A file from outside is untrusted input: bounded size, finite floating-point tensors, and the names and shapes of the
-model it is said to belong to. No pickle is ever loaded.
+A file from outside is untrusted input. Its size is bounded, its tensors must be finite floating-point numbers, and names
+and shapes must be those of the model it belongs to. No pickle is ever loaded.
 """
 
 from __future__ import annotations
@@ -9,43 +9,45 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.types import Kind, Tensors, Update
 from gradveil.storage.files import write_tensors
 
-MOST_BYTES = 8 * 2**30
+MAX_BYTES = 8 * 2**30
+KINDS: tuple[Kind, ...] = ("gradient", "delta")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def save_update(path: str | Path, update: Update, **facts: Any) -> None:
-    """Write an update. `facts` (input_shape, num_classes, mean, std, lr, …) travel as metadata."""
-    meta = {"gradveil": "update", "kind": update.kind, "examples": str(update.examples)}
-    write_tensors(Path(path), update.tensors, {**meta, **{k: json.dumps(v) for k, v in facts.items()}})
+def save_update(path: str | Path, update: Update, **facts: object) -> None:
+    """Write an update. `facts` (input_shape, num_classes, mean, std, lr, …) are stored as metadata, in JSON."""
+    metadata = {"gradveil": "update", "kind": update.kind, "examples": str(update.examples)}
+    write_tensors(Path(path), update.tensors, {**metadata, **{k: json.dumps(v) for k, v in facts.items()}})
 
 
-def load_update(path: str | Path) -> tuple[Update, dict[str, Any]]:
-    """Read an update and what its metadata says of it."""
-    tensors, meta = load_tensors(path)
-    kind = meta.pop("kind", "gradient")
-    if kind not in ("gradient", "delta"):
-        raise UserError(f"{path}: kind {kind!r} is neither 'gradient' nor 'delta'.")
-    examples = str(meta.pop("examples", "1"))
+def load_update(path: str | Path) -> tuple[Update, dict[str, object]]:
+    """An update, and the facts in its metadata."""
+    tensors, metadata = load_tensors(path)
+    text = metadata.pop("kind", "gradient")
+    kind = next((kind for kind in KINDS if kind == text), None)
+    if kind is None:
+        raise UserError(f"{path}: kind {text!r} is neither 'gradient' nor 'delta'.")
+    examples = metadata.pop("examples", "1")
     if not examples.isdecimal() or not 1 <= int(examples) <= 1_000_000:
         raise UserError(f"{path}: 'examples' is '{examples}', not a number of images.")
-    meta.pop("gradveil", None)
-    facts: dict[str, Any] = {}
-    for key, value in meta.items():
-        try:
-            facts[key] = json.loads(value)
-        except ValueError:
-            facts[key] = value
-    return Update(tensors, cast(Kind, kind), int(examples)), facts
+    metadata.pop("gradveil", None)
+    return Update(tensors, kind, int(examples)), {key: _decoded(value) for key, value in metadata.items()}
+
+
+def _decoded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def load_tensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
@@ -53,24 +55,23 @@ def load_tensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path}: larger than {MOST_BYTES // 2**30} GiB.")
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path}: larger than {MAX_BYTES // 2**30} GiB.")
     try:
         with safe_open(str(path), framework="pt") as file:
-            meta = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a safetensors file ({text}).") from None
+        raise UserError(f"{path}: not a safetensors file ({one_line(error)}).") from None
     if not tensors:
         raise UserError(f"{path}: holds no tensors.")
-    return {name: _checked(path, name, t) for name, t in tensors.items()}, meta
+    return {name: _checked(path, name, tensor) for name, tensor in tensors.items()}, metadata
 
 
 def _checked(path: Path, name: str, tensor: Tensor) -> Tensor:
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return tensor  # counters such as num_batches_tracked of BatchNorm
     if tensor.dtype not in _FLOATS:
-        if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-            return tensor  # counters such as BatchNorm's num_batches_tracked
         raise UserError(f"{path}: tensor '{name}' is {tensor.dtype}; an update holds floating-point numbers.")
     tensor = tensor.float() if tensor.dtype != torch.float64 else tensor
     if not torch.isfinite(tensor).all():
@@ -79,7 +80,7 @@ def _checked(path: Path, name: str, tensor: Tensor) -> Tensor:
 
 
 def fit_to_model(path: str | Path, tensors: Tensors, expected: Mapping[str, Tensor]) -> Tensors:
-    """The tensors in the model's order, or one line on what does not fit."""
+    """The tensors in the order of the model; raises one line that says what does not fit."""
     missing = [n for n in expected if n not in tensors]
     extra = [n for n in tensors if n not in expected]
     if missing:
@@ -87,25 +88,20 @@ def fit_to_model(path: str | Path, tensors: Tensors, expected: Mapping[str, Tens
         raise UserError(f"{path}: tensor '{missing[0]}' of the model is missing.{hint} Was it made with another model?")
     if extra:
         raise UserError(f"{path}: tensor '{extra[0]}' is not a trainable parameter of the model.")
-    for name, want in expected.items():
-        if not tensors[name].is_floating_point():
+    for name, parameter in expected.items():
+        tensor = tensors[name]
+        if not tensor.is_floating_point():
+            raise UserError(f"{path}: tensor '{name}' is {tensor.dtype}; an update holds floating-point numbers.")
+        if tensor.shape != parameter.shape:
             raise UserError(
-                f"{path}: tensor '{name}' is {tensors[name].dtype}; an update holds floating-point numbers."
-            )
-        if tensors[name].shape != want.shape:
-            raise UserError(
-                f"{path}: tensor '{name}' is {_shape(tensors[name])}, the model's is {_shape(want)}. "
+                f"{path}: tensor '{name}' is {shape_text(tensor.shape)}, the model's is {shape_text(parameter.shape)}. "
                 "Was it made with another model?"
             )
-    return {name: tensors[name].to(want.dtype) for name, want in expected.items()}
-
-
-def _shape(tensor: Tensor) -> str:
-    return "×".join(str(n) for n in tensor.shape) or "a single number"
+    return {name: tensors[name].to(parameter.dtype) for name, parameter in expected.items()}
 
 
 def difference(before: str | Path, after: str | Path, expected: Mapping[str, Tensor]) -> tuple[Tensors, Update]:
-    """The state before, and the update that two checkpoints of one round differ by."""
+    """The state before a round, and the update between the two checkpoints of the round."""
     first, _ = load_tensors(before)
     second, _ = load_tensors(after)
     start = fit_to_model(before, {n: t for n, t in first.items() if n in expected}, expected)

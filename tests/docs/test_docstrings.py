@@ -1,0 +1,83 @@
+"""Docstrings of registered methods and public metrics: `Args` names every setting, and the `Example` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from gradveil import metrics
+from gradveil.core.settings import Registry
+from gradveil.models import MODELS, build
+
+NOT_YET = {"identification_rate", "summarize"}
+PUBLIC_FUNCTIONS = [n for n in metrics.__all__ if inspect.isfunction(getattr(metrics, n)) and n not in NOT_YET]
+
+
+def section(text: str, title: str) -> list[str]:
+    """The lines of a section, without its indentation."""
+    match = re.search(rf"^{title}:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+    return inspect.cleandoc(match[1]).splitlines() if match else []
+
+
+def arguments(text: str) -> list[str]:
+    """The names that the section `Args` explains; a line may explain several."""
+    heads = [line.partition(":")[0] for line in section(text, "Args") if not line.startswith(" ")]
+    return [name.strip() for head in heads for name in head.split(",")]
+
+
+def example(text: str) -> str:
+    lines = section(text, "Example")
+    return "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ")))
+
+
+def settings_of(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def check(cls: type, registry: Registry, run: Callable[[str], object]) -> None:
+    text = inspect.getdoc(cls) or ""
+    assert arguments(text) == settings_of(cls)
+    code = example(text)
+    assert code, "no Example"
+    specs = [spec for spec in re.findall(r'"([^"]*)"', code) if re.split("[:+]", spec)[0] == cls.name]
+    assert specs, f"no spec of {cls.name} in: {code}"
+    assert isinstance(registry.parse(specs[0]), cls)
+    run(code)
+
+
+def test_the_parts_of_a_docstring_are_read() -> None:
+    text = inspect.cleandoc(
+        """First line.
+
+        Args:
+            a, b: two settings,
+                explained on two lines: with a colon.
+            c: a third one.
+
+        Example:
+            >>> f("x:a=1",
+            ...   2)
+        """
+    )
+    assert arguments(text) == ["a", "b", "c"]
+    assert example(text) == 'f("x:a=1",\n  2)'
+    assert arguments("Args: none.") == []
+
+
+@pytest.mark.parametrize("name", MODELS.names())
+def test_a_model(name: str) -> None:
+    def run(code: str) -> None:
+        assert isinstance(eval(code, {"build": build}), nn.Module)
+
+    check(MODELS[name], MODELS, run)
+
+
+@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+def test_a_metric(name: str) -> None:
+    function = getattr(metrics, name)
+    assert arguments(inspect.getdoc(function) or "") == list(inspect.signature(function).parameters)
