@@ -18,7 +18,7 @@ from gradveil.defenses.base import Chain, Defense
 from gradveil.defenses.data.ats.defense import ATS
 from gradveil.defenses.update.clip import Clip
 from gradveil.defenses.update.noise import Gaussian, Laplace
-from gradveil.defenses.update.none import Nothing
+from gradveil.defenses.update.none import NoDefense
 from gradveil.defenses.update.prune import Prune
 
 KINDS: Registry[object] = Registry("kind")
@@ -57,7 +57,7 @@ single = st.one_of(
     st.builds(Laplace, scale=positive),
     st.builds(Clip, norm=positive),
     st.builds(ATS, policy=st.sampled_from(["3-1-7", "5", "1-2+3", "0-49-7+8+9-10"]), flip=st.booleans()),
-    st.builds(Nothing),
+    st.builds(NoDefense),
 )
 
 

@@ -52,7 +52,7 @@ LOSSLESS = {".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}  # JPEG would undo 
 
 
 @dataclass(frozen=True)
-class Source:
+class Originals:
     """The images to protect, with the names of their classes and files."""
 
     batch: Batch
@@ -177,7 +177,7 @@ def _check_stages(method: Defense) -> bool:
     return any(part.name in SOFT for part in method.parts)
 
 
-def _read(source: Path, size: int | None) -> Source:
+def _read(source: Path, size: int | None) -> Originals:
     if source.is_dir():
         classes = {sub.name for sub in subfolders(source)}
         if "train" in classes:
@@ -187,14 +187,14 @@ def _read(source: Path, size: int | None) -> Source:
         images, names = by_class(source)
         paths = [Path(p) for p in images.x]
         batch = _batch(Images(decode(paths, size), images.y))
-        return Source(batch, names, tuple(path.relative_to(source) for path in paths), False)
+        return Originals(batch, names, tuple(path.relative_to(source) for path in paths), False)
     if source.suffix.lower() != ".npz":
         raise UserError(f"{source}: not a folder of pictures and not an .npz file.")
     raw = read_npz(source)
     if raw.test is not None:
         raise UserError(f"{source}: holds several parts; protect takes one, as the arrays 'images' and 'labels'.")
     pixels = resize_square(raw.train.pixels, size) if size else raw.train.pixels
-    return Source(_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
+    return Originals(_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
 
 
 def _batch(images: Images) -> Batch:
@@ -202,7 +202,7 @@ def _batch(images: Images) -> Batch:
     return Batch(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float(), torch.from_numpy(images.y))
 
 
-def _check_target(source: Path, target: Path, originals: Source, soft: bool) -> None:
+def _check_target(source: Path, target: Path, originals: Originals, soft: bool) -> None:
     if target.exists():
         raise UserError(f"{target}: exists already; give another place, or remove it.")
     if source.resolve() in target.resolve().parents:
@@ -240,7 +240,7 @@ def _normalisation(public: Batch | None, channels: int) -> tuple[Tensor, Tensor]
     return mean, torch.where(std > 1e-3, std, torch.ones_like(std))
 
 
-def _key(method: Defense, originals: Source, public: Batch | None, reproducible: int | None) -> str:
+def _key(method: Defense, originals: Originals, public: Batch | None, reproducible: int | None) -> str:
     """One key for one result."""
     key = hashlib.sha256(f"{method.spec}\x1f{reproducible}\x1f{originals.class_names}\x1f{originals.files}".encode())
     for batch in (originals.batch, public):
@@ -296,7 +296,7 @@ def _pixels(x: Tensor) -> Array:
     return (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
-def _write_npz(target: Path, work: Path, originals: Source, protected: Batch, more: Tensors) -> None:
+def _write_npz(target: Path, work: Path, originals: Originals, protected: Batch, more: Tensors) -> None:
     """Images as they were given, bytes or floats; with soft labels floats, which may lie outside [0, 1]."""
     floats = originals.floats or protected.y.is_floating_point()
     arrays = {
@@ -314,7 +314,7 @@ def _write_npz(target: Path, work: Path, originals: Source, protected: Batch, mo
     sync_folder(target.parent)
 
 
-def _write_folder(target: Path, work: Path, originals: Source, protected: Batch) -> None:
+def _write_folder(target: Path, work: Path, originals: Originals, protected: Batch) -> None:
     assert originals.files is not None
     folder = work / "copy"
     shutil.rmtree(folder, ignore_errors=True)

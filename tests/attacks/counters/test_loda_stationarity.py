@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradveil.attacks.counters.loda import LodaStationarity
-from gradveil.attacks.generative.public_prior import Gaussian, gaussians
+from gradveil.attacks.generative.public_prior import ImageGaussian, gaussians
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch
 from gradveil.data import load
@@ -14,7 +14,7 @@ from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.data.loda.defense import Loda, Memory
 from gradveil.metrics import identify
 
-Obscured = tuple[Batch, torch.Tensor, Memory, list[Gaussian]]
+Obscured = tuple[Batch, torch.Tensor, Memory, list[ImageGaussian]]
 
 
 @pytest.fixture(scope="module")

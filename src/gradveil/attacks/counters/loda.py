@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.generative.public_prior import Gaussian, Whitened, gaussians
+from gradveil.attacks.generative.public_prior import ImageGaussian, Whitened, gaussians
 from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.registry import attack
@@ -65,7 +65,7 @@ class LodaStationarity(Attack):
         images = self.original(obscured.flatten(0, 1), memory, kinds).view_as(obscured)
         return Answer(target.normalize(images), answer.score, hard, answer.iterations + self.steps)
 
-    def original(self, obscured: Tensor, memory: Memory, kinds: list[Gaussian]) -> Tensor:
+    def original(self, obscured: Tensor, memory: Memory, kinds: list[ImageGaussian]) -> Tensor:
         """The likeliest images whose obscured form these are: a slope of naught up to `error`, under the prior."""
         shape, every = obscured.shape[1:], torch.arange(len(obscured))
         prior = Whitened(kinds, shape) if self.prior == "public" else _Pixels(shape)

@@ -21,7 +21,7 @@ LEAST = 1e-3  # variance of a pixel, so that none is taken to be the same in all
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class ImageGaussian:
     """One class: mean, directions (pixels × rank) with their variances, and the variance left in each pixel."""
 
     mean: Tensor
@@ -30,13 +30,13 @@ class Gaussian:
     rest: Tensor
 
     @staticmethod
-    def of(images: Tensor, rank: int = RANK) -> Gaussian:
+    def of(images: Tensor, rank: int = RANK) -> ImageGaussian:
         flat = images.flatten(1)
         mean, rank = flat.mean(0), min(rank, max(1, len(flat) // 2))
         _, sizes, directions = torch.linalg.svd(flat - mean, full_matrices=False)
         variances, directions = sizes[:rank].square() / max(1, len(flat) - 1), directions[:rank].T
         rest = (flat - mean - (flat - mean) @ directions @ directions.T).square().mean(0).clamp_min(LEAST)
-        return Gaussian(mean, directions, variances.clamp_min(LEAST), rest)
+        return ImageGaussian(mean, directions, variances.clamp_min(LEAST), rest)
 
     def surprise(self, x: Tensor) -> Tensor:
         """−log p of each row of images, up to a constant."""
@@ -59,17 +59,17 @@ class Gaussian:
         return x
 
 
-def gaussians(public: Batch, classes: int, rank: int = RANK) -> list[Gaussian]:
+def gaussians(public: Batch, classes: int, rank: int = RANK) -> list[ImageGaussian]:
     """One for each class; that of all images where a class has few."""
-    every = Gaussian.of(public.x, rank)
+    every = ImageGaussian.of(public.x, rank)
     own = [public.x[public.hard_labels == c] for c in range(classes)]
-    return [Gaussian.of(x, rank) if len(x) >= FEW else every for x in own]
+    return [ImageGaussian.of(x, rank) if len(x) >= FEW else every for x in own]
 
 
 class Whitened:
     """Images of given classes as functions of N(0, 1) numbers: a search among these is well conditioned."""
 
-    def __init__(self, kinds: Sequence[Gaussian], shape: Sequence[int]):
+    def __init__(self, kinds: Sequence[ImageGaussian], shape: Sequence[int]):
         self.shape, self.mean = tuple(shape), torch.stack([k.mean for k in kinds])
         widest = max(k.directions.shape[1] for k in kinds)
         scaled = [k.directions * k.variances.sqrt() for k in kinds]

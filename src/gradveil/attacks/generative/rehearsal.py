@@ -20,7 +20,7 @@ from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Setup
-from gradveil.defenses.update.none import Nothing
+from gradveil.defenses.update.none import NoDefense
 
 ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all rehearsals, about a nanosecond each
 CALL = 2e4  # what calling an operation costs, however small its tensors
@@ -70,7 +70,7 @@ def copy_of_client(target: Target, public: Batch | None, defense: Defense | None
 
 def defense_of(target: Target) -> Defense:
     found: Any = target.knowledge.defense
-    return found if isinstance(found, Defense) else Nothing()
+    return found if isinstance(found, Defense) else NoDefense()
 
 
 class _Work(TorchDispatchMode):
@@ -103,7 +103,7 @@ def rehearse(target: Target) -> Rehearsal:
     rounds = min(len(public), MOST[target.budget]) // size
     cost = cost_of_round(client, target.state, public[:size])
     if rounds > ENOUGH > ALLOWANCE[target.budget] / cost:
-        client, defended = copy_of_client(target, public, Nothing()), False
+        client, defended = copy_of_client(target, public, NoDefense()), False
         cost = cost_of_round(client, target.state, public[:size])
     rounds = max(4, min(rounds, int(ALLOWANCE[target.budget] / cost)))
     sent: dict[str, list[Tensor]] = {}

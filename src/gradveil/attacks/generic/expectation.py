@@ -32,7 +32,7 @@ from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Step
-from gradveil.defenses.update.none import Nothing
+from gradveil.defenses.update.none import NoDefense
 
 DEAR = 20.0  # rounds of an undefended client that one round of the defense may cost
 
@@ -76,7 +76,7 @@ class Expectation(Attack):
 def _affordable(target: Target, client: Client) -> None:
     images = torch.rand(target.shape[1:], generator=generator("expectation"))
     batch = Batch(images, target.hard_labels[0])
-    plain = copy_of_client(target, target.knowledge.public, Nothing())
+    plain = copy_of_client(target, target.knowledge.public, NoDefense())
     ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
     if ratio > DEAR:
         raise UserError(

@@ -9,5 +9,5 @@ from gradveil.defenses.registry import defense
 
 @defense("none")
 @settings
-class Nothing(Defense):
+class NoDefense(Defense):
     """Send the update unchanged."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.ats.inverse import signed, undo
-from gradveil.attacks.generative.public_prior import Gaussian, gaussians
+from gradveil.attacks.generative.public_prior import ImageGaussian, gaussians
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.engine import match_and_choose
 from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
@@ -80,7 +80,7 @@ class AtsPolicy(Attack):
                 found[victim, place] = self._likeliest(fed[victim, place], draw, known, kind, public.x)
         return Answer(target.normalize(found), answer.score, hard, answer.iterations)
 
-    def _likeliest(self, fed: Tensor, draw: Draw, known: ATS, kind: Gaussian, public: Tensor) -> Tensor:
+    def _likeliest(self, fed: Tensor, draw: Draw, known: ATS, kind: ImageGaussian, public: Tensor) -> Tensor:
         best, least = fed, float("inf")
         for begin in range(0, len(draw.policy), BLOCK):
             part = _rows(draw, slice(begin, begin + BLOCK))

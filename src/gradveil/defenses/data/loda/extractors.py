@@ -27,7 +27,7 @@ from gradveil.core.types import Batch, Tensors
 from gradveil.metrics.perceptual import NETWORKS, SCALE, SHIFT, lpips_size
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
-Kind = Literal["trained", "alexnet", "vgg16"]
+ExtractorKind = Literal["trained", "alexnet", "vgg16"]
 
 # (width, kernel, stride) of each convolution. The first stride keeps obscuring a whole data set affordable.
 CONVOLUTIONS = ((16, 5, 2), (16, 3, 1), (32, 3, 2), (32, 3, 1), (64, 3, 2), (64, 3, 1))
@@ -101,7 +101,10 @@ class Trunk(Extractor):
 
 
 def extractor(
-    kind: Kind | Literal["auto"], public: Batch | None, cache: Path | None = None, progress: Progress | None = None
+    kind: ExtractorKind | Literal["auto"],
+    public: Batch | None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
 ) -> Extractor:
     """The extractor of a kind. `auto` trains one where public images of two classes or more allow it, else AlexNet."""
     trainable = public is not None and len(public.hard_labels.unique()) > 1
