@@ -29,13 +29,13 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        if func not in _device_constructors() or given.get("device") is not None:
-            return func(*args, **given)
-        random = given.get("generator")
+        options = kwargs or {}
+        if func not in _device_constructors() or options.get("device") is not None:
+            return func(*args, **options)
+        random = options.get("generator")
         if random is not None and random.device != self.device:
-            return func(*args, **given).to(self.device)
-        return func(*args, **{**given, "device": self.device})
+            return func(*args, **options).to(self.device)
+        return func(*args, **{**options, "device": self.device})
 
 
 def moved(observations: Sequence[Observation], device: torch.device) -> list[Observation]:
@@ -51,23 +51,23 @@ def moved(observations: Sequence[Observation], device: torch.device) -> list[Obs
         sent = seen.update
         return Sighting(state, Update(there(sent.tensors), sent.kind, sent.examples), seen.group)
 
-    def known(k: Knowledge) -> Knowledge:
+    def knowledge_there(k: Knowledge) -> Knowledge:
         public = None if k.public is None else Batch(k.public.x.to(device), k.public.y.to(device))
         labels = None if k.labels is None else k.labels.to(device)
         return replace(k, public=public, labels=labels, secrets=there(k.secrets))
 
-    found = []
+    moved_observations = []
     for o in observations:
         if id(o.model) not in models:
             models[id(o.model)] = copy.copy(o.model)
             models[id(o.model)].module = copy.deepcopy(o.model.module).to(device)
         task, seen = o.task.to(device, models[id(o.model)]), tuple(sighting(s) for s in o.seen)
-        found.append(Observation(task, seen, known(o.knowledge)))
-    return found
+        moved_observations.append(Observation(task, seen, knowledge_there(o.knowledge)))
+    return moved_observations
 
 
-def returned(found: Sequence[Reconstruction]) -> list[Reconstruction]:
+def returned(answers: Sequence[Reconstruction]) -> list[Reconstruction]:
     def here(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.cpu()
 
-    return [replace(r, images=r.images.cpu(), labels=here(r.labels)) for r in found]
+    return [replace(r, images=r.images.cpu(), labels=here(r.labels)) for r in answers]

@@ -21,9 +21,9 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def unknown(kind: str, name: str, known: Iterable[str], *, hint: str | None = None) -> UserError:
-    """The error for a name that is not there, with the nearest one offered."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def unknown(kind: str, name: str, names: Iterable[str], *, hint: str | None = None) -> UserError:
+    """The error for a name that does not exist; it offers the nearest one."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     offer = f"; did you mean '{near[0]}'?" if near else "."
     return UserError(f"no {kind} '{name}'{offer} {hint or f'`gradveil list {kind}s` shows all.'}")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
 from torch.nn.parameter import is_lazy
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
 from gradveil.core.types import LocalTraining, Tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -30,13 +30,13 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy of its own, or one line on why there is none. Half precision becomes single: attacks need its digits."""
+    """A copy of the module. Half precision becomes single: attacks need the digits."""
     try:
-        own = copy.deepcopy(module)
-        return own.float() if any(p.dtype in (torch.half, torch.bfloat16) for p in own.parameters()) else own
-    except Exception as error:  # a user's own class, which may hold anything
-        reason = " ".join(str(error).split())
-        raise UserError(f"the model cannot be copied ({type(error).__name__}: {reason}).") from None
+        duplicate = copy.deepcopy(module)
+    except Exception as error:  # a user's class may hold anything
+        raise UserError(f"the model cannot be copied ({type(error).__name__}: {one_line(error)}).") from None
+    half = any(p.dtype in (torch.half, torch.bfloat16) for p in duplicate.parameters())
+    return duplicate.float() if half else duplicate
 
 
 class ModelFunction:
@@ -73,7 +73,7 @@ class ModelFunction:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> Tensors:
-        """A detached copy of the module's own parameters and buffers."""
+        """A detached copy of the module's parameters and buffers."""
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: t.detach().clone() for name, t in named.items()}
 
@@ -113,9 +113,11 @@ class ModelFunction:
         parameters = {k: v.detach().requires_grad_() for k, v in self.parameters(state).items()}
         with torch.enable_grad():
             value = self.loss({**state, **parameters}, x, y, noise)
-        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        zero_filled = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True))
-        return dict(zip(parameters, zero_filled, strict=True))
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(parameters[name]) if gradient is None else gradient
+            for name, gradient in zip(parameters, gradients, strict=True)
+        }
 
     # -- many victims ------------------------------------------------------------------------------------------------
 
@@ -142,8 +144,8 @@ class ModelFunction:
             return vmap(self._one, in_dims=dims, randomness="different")(parameters, fixed, x, y, noise)
         rows = []
         for n in range(len(x)):
-            own = {k: v[n] for k, v in parameters.items()} if stacked else parameters
-            rows.append(self._one(own, fixed, x[n], y[n], {k: v[n] for k, v in noise.items()}))
+            weights = {k: v[n] for k, v in parameters.items()} if stacked else parameters
+            rows.append(self._one(weights, fixed, x[n], y[n], {k: v[n] for k, v in noise.items()}))
         return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
     def route(
@@ -182,8 +184,8 @@ class ModelFunction:
         start = {k: v.expand(victims, *v.shape) for k, v in self.parameters(state).items()}
 
         def gradient(parameters: Tensors, part: slice) -> Tensors:
-            own = {k: v[:, part] for k, v in (noise or {}).items()}
-            return self.gradients({**state, **parameters}, x[:, part], y[:, part], own, stacked=True)
+            draw = {k: v[:, part] for k, v in (noise or {}).items()}
+            return self.gradients({**state, **parameters}, x[:, part], y[:, part], draw, stacked=True)
 
         return local_delta(start, x.shape[1], training, gradient)
 
@@ -196,8 +198,7 @@ def local_delta(
     parameters = dict(start)
     velocity: Tensors = {}
     for part in training.slices(examples):
-        found = gradient(parameters, part)
-        for name, g in found.items():
+        for name, g in gradient(parameters, part).items():
             g = g + training.weight_decay * parameters[name] if training.weight_decay else g
             if training.momentum:
                 g = velocity[name] = training.momentum * velocity[name] + g if name in velocity else g

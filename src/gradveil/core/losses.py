@@ -1,7 +1,7 @@
 """The loss that clients train with: by name, or a user's own.
 
 A loss is a function of (outputs, targets) that gives a single number. Targets are class numbers, or for losses such as
-multi-label and regression ones a row of numbers an image.
+multi-label and regression ones one row of numbers per image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.core.errors import UserError, unknown
+from gradveil.core.errors import UserError, one_line, shape_text, unknown
 from gradveil.core.gradients import Loss, cross_entropy
 from gradveil.core.settings import load_object
 
@@ -24,7 +24,7 @@ DEFAULT = "cross-entropy"
 
 
 def multi_label(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Any number of labels an image: the mean binary cross entropy over labels."""
+    """Any number of labels per image: the mean binary cross entropy over labels."""
     return F.binary_cross_entropy_with_logits(outputs, targets)
 
 
@@ -36,11 +36,11 @@ def regression(outputs: Tensor, targets: Tensor) -> Tensor:
 NAMED: dict[str, Loss] = {DEFAULT: cross_entropy, "multi-label": multi_label, "regression": regression}
 
 
-def find_loss(given: str | Callable[..., Any]) -> Loss:
-    """The loss that `given` names (`pkg.mod:name` for one's own), is, or makes when it is called with nothing."""
-    if not isinstance(given, str):
-        return _made(given, getattr(given, "__name__", type(given).__name__))
-    text = given.strip()
+def find_loss(loss: str | Callable[..., Any]) -> Loss:
+    """The loss that `loss` names (`pkg.mod:name` for a user's), is, or returns when it is called without arguments."""
+    if not isinstance(loss, str):
+        return _made(loss, getattr(loss, "__name__", type(loss).__name__))
+    text = loss.strip()
     if text in NAMED:
         return NAMED[text]
     if ":" not in text:
@@ -48,16 +48,16 @@ def find_loss(given: str | Callable[..., Any]) -> Loss:
     return _made(load_object(text, kind="loss"), text)
 
 
-def _made(found: Any, name: str) -> Loss:
-    """`found` itself if it takes outputs and targets; what it returns if it needs no arguments (a class, a factory)."""
-    if not callable(found):
-        raise UserError(f"loss '{name}' is a {type(found).__name__}; give a function of (outputs, targets).")
-    if not inspect.isclass(found) and _takes_any(found):
-        return cast(Loss, found)
+def _made(candidate: Any, name: str) -> Loss:
+    """`candidate` itself if it takes outputs and targets; what it returns if it needs no arguments (a class, a factory)."""
+    if not callable(candidate):
+        raise UserError(f"loss '{name}' is a {type(candidate).__name__}; give a function of (outputs, targets).")
+    if not inspect.isclass(candidate) and _takes_any(candidate):
+        return cast(Loss, candidate)
     try:
-        made = found()
+        made = candidate()
     except Exception as error:  # the user's own code: whatever it raises is the message
-        raise UserError(f"loss '{name}' raised {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise UserError(f"loss '{name}' raised {type(error).__name__}: {one_line(error)}") from None
     if not callable(made):
         raise UserError(f"loss '{name}' returned a {type(made).__name__}; give a function of (outputs, targets).")
     return cast(Loss, made)
@@ -72,27 +72,26 @@ def _takes_any(function: Callable[..., Any]) -> bool:
     return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
-def loss_name(given: str | Callable[..., Any]) -> str:
+def loss_name(loss: str | Callable[..., Any]) -> str:
     """What stands for a loss in files: its text, or the name of the object and a hash of its source."""
-    if isinstance(given, str):
-        return given.strip()
-    kind = given if inspect.isroutine(given) or inspect.isclass(given) else type(given)
+    if isinstance(loss, str):
+        return loss.strip()
+    kind = loss if inspect.isroutine(loss) or inspect.isclass(loss) else type(loss)
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # typed into a console: there is no file to read
         source = kind.__qualname__
-    settings = "" if kind is given else repr(given)  # of a torch loss; a function's holds only its address
+    settings = "" if kind is loss else repr(loss)  # of a torch loss; a function's holds only its address
     return f"{kind.__name__}@{hashlib.sha256((source + settings).encode()).hexdigest()[:8]}"
 
 
 def check_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
     """Refuse a loss that does not make one finite number of what the model and the data give it."""
-    shapes = " and ".join("×".join(map(str, t.shape)) for t in (outputs, targets))
+    shapes = " and ".join(shape_text(t.shape) for t in (outputs, targets))
     try:
         value = loss(outputs, targets)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the loss does not take outputs and targets of {shapes}: {reason}") from None
+        raise UserError(f"the loss does not take outputs and targets of {shapes}: {one_line(error)}") from None
     if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
         raise UserError(f"the loss does not make one finite number of outputs and targets of {shapes}.")
 

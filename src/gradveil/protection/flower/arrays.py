@@ -32,16 +32,16 @@ STATISTICS = ("*running_mean", "*running_var")
 
 def update_defense(defense: str | Defense) -> Defense:
     """The defense, if it acts on nothing but the update that leaves."""
-    found = parse(defense)
-    others = [stage for stage in found.stages if stage != "update"]
-    if any(type(part).prepare is not Defense.prepare for part in found.parts):
+    method = parse(defense)
+    others = [stage for stage in method.stages if stage != "update"]
+    if any(type(part).prepare is not Defense.prepare for part in method.parts):
         others.append("preparation")
     if others:
         raise UserError(
-            f"'{found.spec}' acts on more than the update that leaves ({', '.join(others)}), where neither model nor images "
+            f"'{method.spec}' acts on more than the update that leaves ({', '.join(others)}), where neither model nor images "
             "are at hand; use gradveil.flower.protect in the training function."
         )
-    return found
+    return method
 
 
 def protect_arrays(

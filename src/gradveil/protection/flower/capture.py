@@ -92,9 +92,9 @@ class _Writer:
             reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
             facts = {**self._lr, **self._facts, "round": round, "reported": reported}
             path = self._place(round) / f"client-{node}.safetensors"
-            known = {name: a for name, a in after.items() if name in self._before}
+            received = {name: a for name, a in after.items() if name in self._before}
             examples = self._examples(reply)
-            written = save_arrays(path, self._before, known, examples=examples, untouched=self._untouched, **facts)
+            written = save_arrays(path, self._before, received, examples=examples, untouched=self._untouched, **facts)
             rest = {name: a for name, a in after.items() if name not in written}
             if rest:
                 write_tensors(self._place(round) / f"buffers-{node}.safetensors", _tensors(rest))

@@ -41,9 +41,9 @@ def network(model: nn.Module, defense: str | Defense, input_shape: tuple[int, in
 
 def receive(model: nn.Module, arrays: ArrayRecord) -> None:
     """Load the weights a server sent into `model`, if they are its own: same names and shapes, and finite."""
-    found = {name: array.numpy() for name, array in arrays.items()}
-    check_arrays(found, {name: t.detach().cpu().numpy() for name, t in model.state_dict().items()})
-    model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in found.items()})
+    received = {name: array.numpy() for name, array in arrays.items()}
+    check_arrays(received, {name: t.detach().cpu().numpy() for name, t in model.state_dict().items()})
+    model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in received.items()})
 
 
 class Guard(Shield):
