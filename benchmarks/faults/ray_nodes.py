@@ -123,7 +123,7 @@ def finished(running: subprocess.Popen[bytes], folder: Path, count: int) -> dict
     return {p.name: p.read_bytes() for p in (folder / "cells").glob("*.json")}
 
 
-def deserted() -> list[str]:
+def all_nodes_killed() -> list[str]:
     """All nodes are killed, without and with the head."""
     rows = []
     for what, spared in (("both worker nodes", 1), ("both worker nodes and the head", 0)):
@@ -149,7 +149,7 @@ def deserted() -> list[str]:
     return ["When no node is left, the audit ends in one line.", "", head, "|---|---|---|---|---|", *rows]
 
 
-def campaign() -> list[str]:
+def one_node_killed() -> list[str]:
     with tempfile.TemporaryDirectory(prefix="gv-") as name:
         root = Path(name)
         data = digits(root / "small.npz")
@@ -177,6 +177,6 @@ def campaign() -> list[str]:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    lines = [*campaign(), "", *deserted()]
+    lines = [*one_node_killed(), "", *all_nodes_killed()]
     print("\n".join(lines))
     record("Many machines", "ray_nodes.py", lines)

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults" / "ray_nodes.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["campaign", "deserted"])
+@pytest.mark.parametrize("name", ["one_node_killed", "all_nodes_killed"])
 def test_a_killed_node_changes_nothing_and_when_all_are_gone_the_audit_ends(name, command_environment):
     pytest.importorskip("ray", reason="needs the extra `cluster`")
     if not SCRIPT.exists():
@@ -92,8 +92,8 @@ class Task:
 def test_when_every_node_is_dead_the_audit_ends_in_one_line(
     headless, digits, tmp_path, monkeypatch, capsys, comparable
 ):
-    monkeypatch.setattr(cluster, "DESERTED", 0.5)
-    monkeypatch.setattr(cluster, "_LOOK", 0.05)
+    monkeypatch.setattr(cluster, "NO_NODE_SECONDS", 0.5)
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.05)
     fake = Pretended(tasks=2, headless=headless)
     monkeypatch.setattr(cluster, "_connect", lambda at: fake)
     run = ["audit", "--data", digits, "--attack", "linear", "--defense", "prune:ratio=0.9", "--victims", "2", "--quiet"]
@@ -112,8 +112,8 @@ def test_when_every_node_is_dead_the_audit_ends_in_one_line(
 
 
 def test_nodes_that_come_back_in_time_are_waited_for(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "DESERTED", 30.0)
-    monkeypatch.setattr(cluster, "_LOOK", 0.05)
+    monkeypatch.setattr(cluster, "NO_NODE_SECONDS", 30.0)
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.05)
     fake = Pretended(tasks=1, back=1.0)
     monkeypatch.setattr(cluster, "_connect", lambda at: fake)
     run = ["audit", "--data", digits, "--attack", "linear", "--defense", "none", "--victims", "2", "--quiet"]

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from gradveil.defenses.data.ats.defense import Policy, write_policy
-from gradveil.defenses.data.ats.search import Score, Scorer
+from gradveil.defenses.data.ats.scores import Score
+from gradveil.defenses.data.ats.search import Scorer
 from gradveil.models import build
 
 

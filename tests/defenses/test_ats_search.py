@@ -22,7 +22,8 @@ from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.data.ats import search as ats_search
 from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, transform, write_policy
-from gradveil.defenses.data.ats.search import Score, Scorer, Search, candidates, choose, half_trained, search_policy
+from gradveil.defenses.data.ats.scores import Score, SearchResult
+from gradveil.defenses.data.ats.search import Scorer, Search, candidates, choose, half_trained, search_policy
 from gradveil.models import build
 from gradveil.storage.files import LOCK
 
@@ -142,7 +143,7 @@ def test_the_best_are_chosen_without_shared_functions() -> None:
 SMALL = Search(candidates=8, images=4, points=3, rounds=1, epochs=2)
 
 
-def run(module: torch.nn.Module, file: Path | None, **more: object) -> ats_search.Found:
+def run(module: torch.nn.Module, file: Path | None, **more: object) -> SearchResult:
     common = {"mean": MEAN, "std": STD, "num_classes": 4, "search": SMALL, "file": file}
     return search_policy(module, blobs(60, 3), blobs(20, 4), **{**common, **more})  # type: ignore[arg-type]
 

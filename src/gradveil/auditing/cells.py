@@ -19,7 +19,7 @@ from gradveil.attacks.base import Attack, Target
 from gradveil.attacks.budget import row_bytes
 from gradveil.auditing.case import Case
 from gradveil.auditing.device import OnDevice, moved, returned
-from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, OutOfMemory, out_of_memory
+from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL, UtilityTraining
 from gradveil.auditing.store import RunFolder
@@ -33,6 +33,7 @@ from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, score_all, summarize
+from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
 
 
@@ -85,7 +86,7 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
     except UserError as error:  # a method that says it does not fit here
         return folder.write(cell, {"status": "not applicable", "error": str(error)})
     except (Exception, SystemExit) as error:  # a user's model may do anything
-        if out_of_memory(error) and not limits.again:
+        if out_of_memory(error) and not limits.second_try:
             raise OutOfMemory(str(error)) from None
         line = " ".join(f"{type(error).__name__}: {error}".split())
         return folder.write(cell, {"status": "failed", "error": line[:300], "traceback": traceback.format_exc()})
@@ -215,7 +216,7 @@ def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> l
     """The attack itself, within the limits and on the device that it is given."""
     spec, limits = work.case.spec, work.limits
     memory = limits.memory
-    if limits.again:
+    if limits.second_try:
         whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
         restarts = getattr(attack, "restarts", 1)
         taken = row_bytes(whole) * len(observations) * (max(1, restarts) if isinstance(restarts, int) else 1)

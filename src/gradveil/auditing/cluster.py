@@ -1,188 +1,167 @@
 """Cells on many machines: every cell is a Ray task that gets the files it needs and returns the files it wrote.
 
-Nothing is shared but these bytes (JSON and safetensors), so the nodes need no common disk; all that is kept is written
-here, by the same code as in a local run. The tasks of a node that dies are run again elsewhere; when no node is left
+Nothing is shared but these bytes (JSON and safetensors), so the nodes need no common disk. All files are written here,
+by the same code as in a local run. Ray runs the tasks of a node that dies again on another node. When there is no node
 for a while, the audit ends, and the same command goes on from what is finished.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+
+import torch
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import run_cell
-from gradveil.auditing.limits import Limits, OutOfMemory
+from gradveil.auditing.limits import Limits
 from gradveil.auditing.plan import Cell
-from gradveil.auditing.progress import Display
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.store import RunFolder
 from gradveil.core.errors import UserError
+from gradveil.processes.scheduler import Lost, OutOfMemory, Workers
 from gradveil.storage.files import write_bytes
 
-Files = dict[str, bytes]
-_RETRIES = 3  # of a task whose node died
-CPUS = 1  # that a task takes
-DESERTED = 60.0  # seconds without a node that could take one, after which nobody is waited for any more
-_LOOK = 2.0  # seconds between two looks at the nodes
+Files = dict[str, bytes]  # by path in the run folder
+_RETRIES = 3  # of a task whose node died, by Ray itself
+CPUS = 1  # per task
+NO_NODE_SECONDS = 60.0  # without a node that could take a task, after which the audit ends
+_POLL_SECONDS = 2.0  # between two looks at the nodes
 
 
-def run_on_ray(cells: Sequence[Cell], case: Case, folder: RunFolder, display: Display, limits: Limits, at: str) -> None:
-    """Do the cells on the cluster at the address `at` (`auto`: the one of this machine)."""
-    ray = _connect(at)
-    try:
-        Conductor(ray, case, folder, display, limits).run(cells)
-    finally:
-        ray.shutdown()
-
-
-def _connect(at: str) -> Any:
-    # After so long without its head Ray ends the process, with many words; we do so before, with one line.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(10 * DESERTED)))
+def _connect(address: str) -> ModuleType:
+    # After so long without its head Ray ends the process, with many lines; we end before that, with one line.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(10 * NO_NODE_SECONDS)))
     try:
         import ray
-        import ray.exceptions  # a mere folder of that name is not it
+        import ray.exceptions  # a mere folder named `ray` has none
     except ImportError:
         raise UserError("--ray needs the package ray: pip install 'gradveil[cluster]'.") from None
+    if address.rpartition(":")[2].isdigit() and "://" not in address and not _reachable(address):  # Ray waits minutes
+        raise UserError(f"no Ray cluster at '{address}' (nothing answers there).")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        ray.init(address=at, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"no Ray cluster at '{at}' ({' '.join(str(error).split())[:200]}).") from None
+        raise UserError(f"no Ray cluster at '{address}' ({' '.join(str(error).split())[:200]}).") from None
     return ray
 
 
-class Watch:
-    """Looks after the nodes while nothing is finished."""
+class RayWorkers(Workers[Cell, None]):
+    """Every job is a Ray task. Ray decides how many run at the same time, and where."""
 
-    def __init__(self, ray: Any):
-        self.ray, self.alive = ray, time.monotonic()  # when there last was a node that could do a cell
+    def __init__(self, address: str, case: Case, folder: RunFolder, limits: Limits):
+        """Connect to the cluster at this address (`auto`: the cluster of this machine)."""
+        self._ray = ray = _connect(address)
+        self._folder, self._limits, self._id = folder, limits, case.id
+        self._spec = ray.put(case.spec.plain())
+        self._task = ray.remote(num_cpus=CPUS, max_retries=_RETRIES)(do_cell)
+        self._files: dict[str, object] = {}  # by key: the files of a cell are sent to the cluster once
+        self._running: dict[object, Cell] = {}  # by reference to the task
         head = getattr(ray.get_runtime_context(), "gcs_address", "")
-        self.head = head if _reachable(head) else ""  # through a proxy (ray://) it is not
+        self._head = head if _reachable(head) else ""  # through a proxy (ray://) it is not reachable
 
-    def look(self) -> None:
-        if self._manned():
-            self.alive = time.monotonic()
-        elif time.monotonic() - self.alive >= DESERTED:
-            raise UserError(
-                f"no node of the Ray cluster has been alive for {DESERTED:.0f} s; what is finished is kept, and the same "
-                "command goes on from it."
-            )
+    def start(self, job: Cell, second_try: bool) -> None:
+        needs = [self._sent(key) for key in job.needs]
+        limits = (self._limits.memory, str(self._limits.device), second_try)
+        self._running[self._task.remote(self._spec, self._id, job.plain(), limits, *needs)] = job
 
-    def _manned(self) -> bool:
-        if self.head and not _reachable(self.head):  # asked for its nodes, a dead head keeps one waiting for ever
+    def wait(self, progress: Callable[[Cell, int, int], None]) -> tuple[Cell, Lost | None]:
+        node_seen = time.monotonic()
+        while time.monotonic() - node_seen < NO_NODE_SECONDS:
+            ended, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_SECONDS)
+            if ended:
+                return self._running.pop(ended[0]), self._outcome(ended[0])
+            if self._any_node():
+                node_seen = time.monotonic()
+        raise UserError(
+            f"no node of the Ray cluster has been alive for {NO_NODE_SECONDS:.0f} s; what is finished is kept, and "
+            "the same command goes on from it."
+        )
+
+    def stop(self) -> None:
+        self._ray.shutdown()  # Ray ends the tasks that are left
+
+    def _any_node(self) -> bool:
+        """Whether a node is alive that could do a cell."""
+        if self._head and not _reachable(self._head):  # `ray.nodes()` never returns when the head is dead
             return False
-        return any(n["Alive"] and n.get("Resources", {}).get("CPU", 0) >= CPUS for n in self.ray.nodes())
+        return any(n["Alive"] and n.get("Resources", {}).get("CPU", 0) >= CPUS for n in self._ray.nodes())
+
+    def _sent(self, key: str) -> object:
+        if key not in self._files:
+            self._files[key] = self._ray.put(_files_of(self._folder, key))
+        return self._files[key]
+
+    def _outcome(self, task: object) -> Lost | None:
+        """Store the files that a task returned, or say why there are none."""
+        try:
+            files: Files = self._ray.get(task)
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(f"a node of the cluster: {error.cause}") from None
+            if not isinstance(error.cause, OutOfMemory):
+                raise
+            return Lost(f"out of memory: {error.cause}")
+        except self._ray.exceptions.RayError as error:  # its process or its node died, more than once
+            return Lost(" ".join(str(error).split())[:200])
+        _write(self._folder, files)
+        return None
 
 
 def _reachable(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
 
 
-class Conductor:
-    """Hands out cells when all that they wait for is here, and stores what comes back."""
+def _files_of(folder: RunFolder, key: str) -> Files:
+    paths = [f"cells/{key}.json", f"tensors/{key}.safetensors"]
+    return {path: (folder.path / path).read_bytes() for path in paths if (folder.path / path).is_file()}
 
-    def __init__(self, ray: Any, case: Case, folder: RunFolder, display: Display, limits: Limits):
-        self.ray, self.case, self.folder, self.display, self.limits = ray, case, folder, display, limits
-        self.spec = ray.put({"spec": case.spec.plain(), "id": case.id})
-        self.task = ray.remote(num_cpus=CPUS, max_retries=_RETRIES)(do_cell)
-        self.files: dict[str, Any] = {}  # of finished cells, by key: each is sent to the cluster once
-        self.again: set[str] = set()
 
-    def run(self, cells: Sequence[Cell]) -> None:
-        waiting, done = list(cells), {key for cell in cells for key in cell.needs} - {cell.key for cell in cells}
-        out: dict[Any, Cell] = {}
-        watch = Watch(self.ray)
-        while waiting or out:
-            for cell in [c for c in waiting if done.issuperset(c.needs)]:
-                waiting.remove(cell)
-                out[self._send(cell)] = cell
-                self.display.begin(cell)
-            ready, _ = self.ray.wait(list(out), num_returns=1, timeout=_LOOK)
-            if not ready:
-                watch.look()
-                continue
-            watch.alive = time.monotonic()
-            (finished,) = ready
-            cell = out.pop(finished)
-            if self._receive(cell, finished):
-                done.add(cell.key)
-                self.display.end(cell, self.folder.outcome(cell.key))
-            else:
-                self.again.add(cell.key)
-                waiting.insert(0, cell)
-                self.display.end_early(cell)
-
-    def _send(self, cell: Cell) -> Any:
-        needs = [self._kept(key) for key in cell.needs]
-        how = {"memory": self.limits.memory, "device": str(self.limits.device), "again": cell.key in self.again}
-        return self.task.remote(self.spec, cell.plain(), how, *needs)
-
-    def _kept(self, key: str) -> Any:
-        if key not in self.files:
-            paths = [f"cells/{key}.json", f"tensors/{key}.safetensors"]
-            found = {p: (self.folder.path / p).read_bytes() for p in paths if (self.folder.path / p).is_file()}
-            self.files[key] = self.ray.put(found)
-        return self.files[key]
-
-    def _receive(self, cell: Cell, finished: Any) -> bool:
-        """Store what a task returned; False if the cell is worth a second try."""
-        try:
-            files: Files = self.ray.get(finished)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(f"a node of the cluster: {error.cause}") from None
-            if not isinstance(error.cause, OutOfMemory):
-                raise
-            why = f"out of memory: {error.cause}"
-        except self.ray.exceptions.RayError as error:  # its process or its node died, more than once
-            why = " ".join(str(error).split())[:200]
-        else:
-            for path in sorted(files, reverse=True):  # tensors first: a cell's file says that it is complete
-                write_bytes(self.folder.path / path, files[path])
-            return True
-        if cell.key not in self.again:
-            return False
-        error_line = f"the worker process ended unexpectedly, twice ({why})"
-        self.folder.write(cell, {"status": "failed", "error": error_line, "traceback": why})
-        return True
+def _write(folder: RunFolder, files: Files) -> None:
+    for path in sorted(files, reverse=True):  # tensors first: a cell's file says that it is complete
+        write_bytes(folder.path / path, files[path])
 
 
 # -- on a node ---------------------------------------------------------------------------------------------------------
 
 
-def do_cell(about: dict[str, Any], cell: dict[str, Any], how: dict[str, Any], *needs: Files) -> Files:
-    """One cell in a private folder of its own; what it wrote is the answer."""
-    import torch
-
+def do_cell(
+    spec: dict[str, object], case_id: str, cell: dict[str, object], limits: tuple[int | None, str, bool], *needs: Files
+) -> Files:
+    """One cell in a private folder; returns the files that it wrote."""
     torch.set_num_threads(1)
-    case, todo = _case(json.dumps(about["spec"]), about["id"]), Cell.read(cell)
-    limits = Limits(how["memory"], torch.device(how["device"]), how["again"])
+    case, todo = _case(json.dumps(spec), case_id), Cell.read(cell)
+    memory, device, second_try = limits
     with tempfile.TemporaryDirectory(prefix="gradveil-") as name:
         folder = RunFolder(Path(name))
         for files in needs:
-            for path, content in files.items():
-                write_bytes(folder.path / path, content)
-        run_cell(todo, case, folder, lambda done, total: None, limits)
-        paths = [f"cells/{todo.key}.json", f"tensors/{todo.key}.safetensors"]
-        return {p: (folder.path / p).read_bytes() for p in paths if (folder.path / p).is_file()}
+            _write(folder, files)
+        try:
+            run_cell(todo, case, folder, lambda done, total: None, Limits(memory, torch.device(device), second_try))
+        except OutOfMemory:
+            _case.cache_clear()  # Ray may give the second try to this process
+            gc.collect()
+            raise
+        return _files_of(folder, todo.key)
 
 
 @lru_cache(maxsize=1)
 def _case(spec: str, expected: str) -> Case:
-    """The same case as at the other end: a node that would work on other data or another model says so."""
+    """The same case as at the other end. A node that has other data, another model or another version refuses."""
     case = Case(make_spec(json.loads(spec)))
     if case.id != expected:
         raise UserError("its data, model or version of gradveil differs from those of the machine that asks.")

@@ -17,24 +17,20 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cell may use. A second try, after memory ran out, gets half of what the first took at once."""
+    """What a cell may use. A second try, after memory ran out, computes half as many rows at once."""
 
     memory: int | None = None  # bytes that one batched computation may take
     device: torch.device = CPU
-    again: bool = False
+    second_try: bool = False
 
 
 NO_LIMITS = Limits()
 
 
-class OutOfMemory(Exception):
-    """A cell's first try ran out of memory: it is worth a second one."""
-
-
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SHARE = 0.6  # of the machine's memory: the rest is for the models, the data and whoever else is there
+_SHARE = 0.6  # of the machine's memory: the rest is for the models, the data and other programs
 _LEAST = 2**20
-_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2, of version 1
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # version 2, version 1
 
 
 def parse_size(text: str) -> int:
@@ -47,12 +43,12 @@ def parse_size(text: str) -> int:
 
 
 def machine_memory() -> int:
-    """What this process may have at most: the machine's, or what its container is allowed."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 * 2**30
+    """Bytes that this process may have at most: the machine's, or what its container is allowed."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 * 2**30
     for name in _CGROUPS:
-        with suppress(OSError, ValueError):  # there is none, or it says "max"
-            found = min(found, int((Path("/sys/fs/cgroup") / name).read_text()))
-    return found
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            size = min(size, int((Path("/sys/fs/cgroup") / name).read_text()))
+    return size
 
 
 def share_of_memory(total: int | None, workers: int) -> int:
@@ -61,12 +57,12 @@ def share_of_memory(total: int | None, workers: int) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused; torch on a CPU says so in words only."""
+    """Whether memory was refused; on a CPU torch says so only in the message."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, if it is there."""
+    """The device of that name, if this machine has it."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from gradveil.auditing.case import Case
@@ -12,8 +11,9 @@ from gradveil.auditing.plan import Plan, make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.store import RunFolder, default_folder
 from gradveil.auditing.verdict import judge
-from gradveil.auditing.workers import cores, run_here, run_in_workers
+from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
+from gradveil.processes.worker import cores
 from gradveil.report import Report, write_report
 
 
@@ -52,16 +52,10 @@ def run_audit(
         shown.start(len(plan), len(plan) - len(left))
         workers = cores() if workers is None else workers
         here = workers == 0 or not case.spec.in_words
-        limits = Limits(share_of_memory(memory, 1 if here else workers), where)
+        share = memory if ray is not None else share_of_memory(memory, 1 if here else workers)
+        limits = Limits(share, where)
         try:
-            if ray is not None:
-                from gradveil.auditing.cluster import run_on_ray
-
-                run_on_ray(left, case, folder, shown, replace(limits, memory=memory), ray)
-            elif here:
-                run_here(left, case, folder, shown, limits)
-            else:
-                run_in_workers(left, case, folder, shown, workers, limits)
+            run_cells(left, case, folder, shown, limits, workers=0 if here else workers, ray=ray)
         except KeyboardInterrupt:
             done = sum(folder.read(cell.key) is not None for cell in plan)
             raise Stopped(folder.path, done, len(plan)) from None

@@ -136,7 +136,7 @@ def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
     from gradveil.auditing.estimate import Estimate
     from gradveil.auditing.plan import make_plan
     from gradveil.auditing.store import RunFolder, default_folder
-    from gradveil.auditing.workers import cores
+    from gradveil.processes.worker import cores
     from gradveil.report.words import seconds_text
 
     folder, plan, estimate = RunFolder(out or default_folder(case)), make_plan(case), Estimate(case)
@@ -150,9 +150,9 @@ def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
         table.add_row(str(cell), cell.kind, "stored" if stored else f"{seconds:.0f}")
     console = Console()
     console.print(table)
-    crew = max(1, cores() if workers is None else workers)
+    count = max(1, cores() if workers is None else workers)
     console.print(
-        f"{len(plan)} cells in {folder.path}; about {seconds_text(left / crew)} with {crew} at work. "
+        f"{len(plan)} cells in {folder.path}; about {seconds_text(left / count)} with {count} at work. "
         "An estimate: attacks may stop early, and some defenses take long to prepare.",
         highlight=False,
     )

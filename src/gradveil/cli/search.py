@@ -30,12 +30,12 @@ def command(
     """
     import torch
 
-    from gradveil.auditing.workers import cores
     from gradveil.cli import one_line
     from gradveil.core.settings import build
     from gradveil.data import load
     from gradveil.defenses.data.ats.search import Search, search_policy
     from gradveil.models import build as build_model
+    from gradveil.processes.worker import cores
 
     wanted = {"candidates": candidates, "images": images, "points": points, "seed": seed}
     search = build(Search, wanted, of="search")

@@ -25,7 +25,7 @@ from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import Stopped
 from gradveil.auditing.store import RunFolder
-from gradveil.auditing.workers import run_here, run_in_workers
+from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
 from gradveil.metrics import RECOGNISABLE
 from gradveil.recipes import pictures
@@ -140,10 +140,7 @@ def _complete(
     left = [cell for cell in ordered if not _stored(folder, cell)]
     display.start(len(ordered), len(ordered) - len(left))
     try:
-        if workers and left:
-            run_in_workers(left, case, folder, display, workers, limits)
-        else:
-            run_here(left, case, folder, display, limits)
+        run_cells(left, case, folder, display, limits, workers=workers)
     except KeyboardInterrupt:
         done = sum(folder.read(cell.key) is not None for cell in ordered)
         raise Stopped(folder.path, done, len(ordered)) from None

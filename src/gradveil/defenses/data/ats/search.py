@@ -9,21 +9,18 @@ here the accuracy score is per image and relative to no transformation. Every ca
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import json
 import math
-import os
-import statistics
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
@@ -37,12 +34,14 @@ from gradveil.defenses.data.ats.defense import (
     LONGEST,
     Draw,
     Policy,
-    parse_policies,
     random_policy,
     transform,
-    write_policy,
 )
-from gradveil.storage.files import alone_in, write_json
+from gradveil.defenses.data.ats.scores import Candidate, Json, Score, ScoreLog, SearchResult
+from gradveil.models import build
+from gradveil.processes.scheduler import Perform, ThisProcess, Workers, run_jobs
+from gradveil.processes.worker import ProcessWorkers
+from gradveil.storage.files import alone_in, write_json, write_tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
 NO_POLICY: Policy = ()
@@ -65,63 +64,6 @@ class Search:
     share: float = Field(default=0.1, gt=0, le=1)  # of the training images, for the half-trained model
     epochs: int = Field(default=50, ge=1)  # of its training
     seed: int = Field(default=0, ge=0)
-
-
-@dataclass(frozen=True)
-class Score:
-    """A candidate's two scores; one that costs too much accuracy is not scored for privacy (Algorithm 1, line 4)."""
-
-    policy: Policy
-    accuracy: float
-    privacy: float | None
-    failed: str | None = None  # why there are none
-
-    def plain(self) -> dict[str, Any]:
-        named = {"policy": write_policy((self.policy,))}
-        if self.failed:
-            return {**named, "failed": self.failed}
-        return {**named, "accuracy": self.accuracy, "privacy": self.privacy}
-
-    @staticmethod
-    def read(row: dict[str, Any]) -> Score:
-        (policy,) = parse_policies(row["policy"])
-        return Score.lost(policy, row["failed"]) if "failed" in row else Score(policy, row["accuracy"], row["privacy"])
-
-    @staticmethod
-    def lost(policy: Policy, why: str) -> Score:
-        return Score(policy, math.nan, None, why)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search came to."""
-
-    policies: tuple[Policy, ...]  # the best, no two of which share a function
-    ranking: tuple[Score, ...]  # every candidate that keeps its accuracy, best first
-    rejected: int  # candidates that do not
-    untransformed: float  # the privacy score without any policy
-    failed: tuple[Score, ...] = ()  # candidates that could not be scored, twice
-
-    @property
-    def policy(self) -> str:
-        return write_policy(self.policies)
-
-    @property
-    def best(self) -> float:
-        return self.ranking[0].privacy or 0.0
-
-    @property
-    def median(self) -> float:
-        return statistics.median(s.privacy or 0.0 for s in self.ranking)
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "schema": 1,
-            "policy": self.policy,
-            "privacy": {"best": self.best, "median": self.median, "untransformed": self.untransformed},
-            "candidates": {"scored": len(self.ranking), "rejected": self.rejected, "failed": len(self.failed)},
-            "best": [score.plain() for score in self.ranking[:10]],
-        }
 
 
 # -- the scores --------------------------------------------------------------------------------------------------------
@@ -214,7 +156,7 @@ def search_policy(
     model: str | None = None,
     about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best policies for a freshly made `module` and these images.
 
     The policy is written to `file`, and beside it every finished candidate, so that a search that was stopped goes on
@@ -235,39 +177,41 @@ def search_policy(
 
         scorer = Scorer(module, tensors, search)
         terms = replace(search, candidates=2, keep=1)  # a wider search goes on with the same scores
-        log = ScoreLog(folder / "scores.jsonl" if folder else None, _digest(tensors, repr(terms)))
         wanted = candidates(search)
-        todo = [policy for policy in wanted if policy not in log.scores]
 
-        def note(score: Score) -> None:
-            log.add(score)
+        def note() -> None:
             if progress:
                 progress("scoring policies", sum(p in log.scores for p in wanted), len(wanted))
 
-        if model is not None and todo:
-            from gradveil.defenses.data.ats.workers import score_in_workers
-
-            score_in_workers(todo, tensors, search, model=model, workers=workers, note=note)
-        else:
-            for policy in todo:
-                note(_tried_twice(scorer, policy))
-        found = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
+        log = ScoreLog(folder / "scores.jsonl" if folder else None, _digest(tensors, repr(terms)), note)
+        todo = [Candidate(policy) for policy in wanted if policy not in log.scores]
+        with _scoring(scorer, model, workers) as scoring:
+            run_jobs(todo, scoring, log)
+        result = choose([log.scores[policy] for policy in wanted], search, scorer.privacy(NO_POLICY))
         if file:
-            write_json(file, {**found.plain(), "found_on": dict(about or {}), "search": asdict(search)})
-        return found
+            write_json(file, {**result.plain(), "found_on": dict(about or {}), "search": asdict(search)})
+        return result
 
 
-def _tried_twice(scorer: Scorer, policy: Policy) -> Score:
-    why = ""
-    for _ in range(2):
-        try:
-            return scorer(policy)
-        except UserError:
-            raise
-        except Exception as error:  # whatever a user's model or a lack of memory raises
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        gc.collect()
-    return Score.lost(policy, f"it failed twice ({why})")
+@contextmanager
+def _scoring(scorer: Scorer, model: str | None, workers: int) -> Iterator[Workers[Candidate, Json]]:
+    """Worker processes, if `model` names the model in every process; else this process."""
+    if model is None or not workers:
+        yield ThisProcess(lambda job, second_try, progress: scorer(job.policy).plain(), lost=Exception)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tensors(file := Path(folder) / "search.safetensors", scorer.tensors)
+        setup = {"tensors": str(file), "search": asdict(scorer.search), "model": model}
+        yield ProcessWorkers(prepare_scorer, setup, lambda job: job.policy, workers)
+
+
+def prepare_scorer(setup: Json) -> Perform[Policy, Json]:
+    """In a worker process: a scorer like the parent's."""
+    tensors = load_file(setup["tensors"])
+    channels, height, width = tensors["images"].shape[1:]
+    module = build(setup["model"], input_shape=(channels, height, width), num_classes=int(tensors["classes"]))
+    scorer = Scorer(module, tensors, Search(**setup["search"]))
+    return lambda policy, second_try, progress: scorer(tuple(policy)).plain()
 
 
 def candidates(search: Search) -> list[Policy]:
@@ -278,7 +222,7 @@ def candidates(search: Search) -> list[Policy]:
     return list(found)
 
 
-def choose(scores: Iterable[Score], search: Search, untransformed: float) -> Found:
+def choose(scores: Iterable[Score], search: Search, untransformed: float) -> SearchResult:
     """The candidates with the lowest privacy score; of two that share a function the better one."""
     scores = list(scores)
     failed = tuple(s for s in scores if s.failed)
@@ -293,7 +237,7 @@ def choose(scores: Iterable[Score], search: Search, untransformed: float) -> Fou
             f"only {len(ranking)} of {len(scores)} candidates keep the accuracy{lost}, too few for a hybrid of "
             f"{search.keep} policies; search more candidates."
         )
-    return Found(tuple(kept), tuple(ranking), len(scores) - len(ranking) - len(failed), untransformed, failed)
+    return SearchResult(tuple(kept), tuple(ranking), len(scores) - len(ranking) - len(failed), untransformed, failed)
 
 
 def half_trained(
@@ -339,43 +283,6 @@ def half_trained(
         return ModelFunction(model).state()
 
     return trained_once(file, training)
-
-
-class ScoreLog:
-    """Scores as JSON lines, each on disk as soon as it is known. Half a line, left by a killed process, is cut off.
-
-    What failed in an earlier run is to be tried again.
-    """
-
-    def __init__(self, path: Path | None, key: str):
-        self.path, self.scores = path, dict[Policy, Score]()
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and json.loads(whole[0]).get("search") != key:
-            raise UserError(f"{path} holds the scores of another search; give another --out, or remove it.")
-        if len(whole) < len(lines):
-            os.truncate(path, sum(map(len, whole)))
-        if not whole:
-            self._append({"search": key})
-        for line in whole[1:]:
-            score = Score.read(json.loads(line))
-            if not score.failed:
-                self.scores[score.policy] = score
-
-    def add(self, score: Score) -> None:
-        self.scores[score.policy] = score
-        if self.path:
-            self._append(score.plain())
-
-    def _append(self, row: dict[str, Any]) -> None:
-        assert self.path is not None
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _digest(tensors: Tensors, terms: str) -> str:
