@@ -16,7 +16,8 @@ from gradveil.auditing.plan import Cell
 from gradveil.auditing.progress import Display
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.store import RunFolder
-from gradveil.processes.scheduler import Listener, Perform, Progress, ThisProcess, Workers, run_jobs
+from gradveil.core.progress import Steps
+from gradveil.processes.scheduler import Listener, Perform, ThisProcess, Workers, run_jobs
 from gradveil.processes.worker import ProcessWorkers
 
 
@@ -66,7 +67,7 @@ class _CellListener(Listener[Cell, None]):
 
 
 def _performer(case: Case, folder: RunFolder, limits: Limits) -> Perform[Cell, None]:
-    def perform(cell: Cell, second_try: bool, progress: Progress) -> None:
+    def perform(cell: Cell, second_try: bool, progress: Steps) -> None:
         run_cell(cell, case, folder, progress, replace(limits, second_try=second_try))
 
     return perform

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gradveil.core.errors import UserError
+from gradveil.core.progress import Steps
 
 
 class Job(Protocol):
@@ -27,8 +28,7 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 S = TypeVar("S")
 R = TypeVar("R")
-Progress = Callable[[int, int], None]  # steps done, steps in total
-Perform = Callable[[S, bool, Progress], R]  # takes the work, whether it is the second try, and where progress goes
+Perform = Callable[[S, bool, Steps], R]  # takes the work, whether it is the second try, and where progress goes
 
 
 class OutOfMemory(Exception):
