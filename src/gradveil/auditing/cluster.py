@@ -26,7 +26,7 @@ from gradveil.auditing.limits import Limits
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.store import RunFolder
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
 from gradveil.processes.scheduler import Lost, OutOfMemory, Workers
 from gradveil.storage.files import write_bytes
 
@@ -51,7 +51,7 @@ def _connect(address: str) -> ModuleType:
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"no Ray cluster at '{address}' ({' '.join(str(error).split())[:200]}).") from None
+        raise UserError(f"no Ray cluster at '{address}' ({one_line(error)[:200]}).") from None
     return ray
 
 
@@ -112,7 +112,7 @@ class RayWorkers(Workers[Cell, None]):
                 raise
             return Lost(f"out of memory: {error.cause}")
         except self._ray.exceptions.RayError as error:  # its process or its node died, more than once
-            return Lost(" ".join(str(error).split())[:200])
+            return Lost(one_line(error)[:200])
         _write(self._folder, files)
         return None
 

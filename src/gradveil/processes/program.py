@@ -33,7 +33,7 @@ def main() -> None:
 
     import torch
 
-    from gradveil.core.errors import UserError
+    from gradveil.core.errors import UserError, one_line
     from gradveil.processes.scheduler import OutOfMemory
 
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def main() -> None:
             job, second_try = jobs.get()
             say("finished", perform(job, second_try, progress))
     except OutOfMemory as error:  # a fresh process has all of the memory
-        sys.exit(f"out of memory: {' '.join(str(error).split())[:200]}")
+        sys.exit(f"out of memory: {one_line(error)[:200]}")
     except UserError as error:  # bad input, or the disk is full
         say("refused", str(error))
 

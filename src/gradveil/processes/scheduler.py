@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
 from gradveil.core.progress import Steps
 
 
@@ -127,6 +127,6 @@ class ThisProcess(Workers[J, R]):
         except UserError:
             raise
         except self._lost as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
         gc.collect()
         return job, Lost(reason)
