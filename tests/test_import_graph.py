@@ -43,7 +43,7 @@ WRONG_ORDER = {
     "gradveil.auditing.api -> gradveil.report",
     "gradveil.auditing.run -> gradveil.report",
 }
-CYCLES = {"gradveil.attacks.base", "gradveil.defenses.data.ats.search"}
+CYCLES = {"gradveil.defenses.data.ats.search"}
 DOUBLE_NAMES = {
     "Cell",
     "Engine",
@@ -56,7 +56,6 @@ DOUBLE_NAMES = {
     "Lines",
     "Name",
     "Network",
-    "Options",
     "Place",
     "Real",
     "Row",

@@ -57,17 +57,17 @@ class LayerSubsets(Attack):
         return Answer(answer.x[pick], evidence[pick], iterations=answer.iterations)
 
 
-Rows = list[tuple[int, Mask]]  # the victim's number, and which entries of its update count
+MaskedRows = list[tuple[int, Mask]]  # the victim's number, and which entries of its update count
 
 
-def _expanded(target: Target, rows: Rows) -> tuple[Target, Insight]:
+def _expanded(target: Target, rows: MaskedRows) -> tuple[Target, Insight]:
     """Each victim once per subset, and the masks."""
     places = [place for place, _ in rows]
     masks = {name: _stacked([mask[name] for _, mask in rows]) for name in rows[0][1]}
     return target.about([target.observations[i] for i in places], target.labels[places]), Insight(masks)
 
 
-def _best(rows: Rows, evidence: Tensor, victim: int, count: int) -> list[int]:
+def _best(rows: MaskedRows, evidence: Tensor, victim: int, count: int) -> list[int]:
     own = [i for i, (place, _) in enumerate(rows) if place == victim]
     return sorted(own, key=lambda i: float(evidence[i]))[:count]
 

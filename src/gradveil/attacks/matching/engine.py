@@ -16,7 +16,7 @@ from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
 from gradveil.attacks.matching.unknowns import Images, ImagesAndLabels
 
-History = dict[str, list[float]]
+Curves = dict[str, list[float]]
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Solution:
     residual: Tensor
     labels: Tensor
     iterations: int
-    history: History
+    history: Curves
 
 
 def solve(problem: Problem, start: Tensor | None = None) -> Solution:
@@ -36,7 +36,7 @@ def solve(problem: Problem, start: Tensor | None = None) -> Solution:
     match, target = problem.match, problem.target
     unknowns = ImagesAndLabels(problem) if match.learn_labels else Images(problem)
     z = unknowns.begin(match.start.draw(target, match.restarts, target.rng) if start is None else start)
-    history: History = {}
+    history: Curves = {}
     if isinstance(match.optimizer, LBFGS):
         show = target.progress
         tick = (lambda i: show(i, match.steps)) if show else None
@@ -63,14 +63,14 @@ def match_and_choose(target: Target, match: Match, insight: Insight = NOTHING) -
     return choose(problem, solve(problem))
 
 
-def _first_order(unknowns: Images, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, History]:
+def _first_order(unknowns: Images, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, Curves]:
     problem = unknowns.problem
     match, target = problem.match, problem.target
     low, high = target.pixel_range
     objective, step = unknowns.quick(signed=optimizer.signed), optimizer.stepper(z)
     best, best_value = z, torch.full((len(z),), float("inf"))
     since, record_every = torch.zeros(len(z)), max(1, match.steps // 100)
-    history: History = {"step": [], "objective": []}
+    history: Curves = {"step": [], "objective": []}
 
     def within(x: Tensor) -> Tensor:
         if optimizer.noise:
