@@ -101,7 +101,7 @@ def protect_files(
     with room_for(target), alone_in(work.path, "protect"):
         secret = work.begin()
         streams = Streams(secret, fresh=False) if reproducible is None else Streams.of_seed(reproducible)
-        job = Job(work.path, others, originals.classes, mean, std, streams, progress)
+        job = ProtectionJob(work.path, others, originals.classes, mean, std, streams, progress)
         protected = originals.batch
         try:
             for place, part in enumerate(method.parts):  # each on the result of the one before
@@ -250,7 +250,7 @@ def _key(method: Defense, originals: Originals, public: Batch | None, reproducib
 
 
 @dataclass(frozen=True)
-class Job:
+class ProtectionJob:
     """What all batches of a run share."""
 
     work: Path
