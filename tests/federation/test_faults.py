@@ -58,8 +58,8 @@ class Broken(Defense):
 )
 def test_a_fault_costs_one_update_and_no_more(plain: nn.Module, data: DataSet, how: str, words: str) -> None:
     history = train(plain, data, Broken(how), FederationPlan(defended=1, **SMALL))
-    assert [(e["round"], e["client"]) for e in history.events] == [(1, 0), (2, 0)]
-    assert all(words in e["what"] and "\n" not in e["what"] for e in history.events)
+    assert [(e.round, e.client) for e in history.events] == [(1, 0), (2, 0)]
+    assert all(words in e.message and "\n" not in e.message for e in history.events)
     # The others' mean is what a round without the first client gives.
     federation = Federation(plain, data, "none", FederationPlan(**SMALL))
     server = federation.server()
@@ -72,7 +72,7 @@ def test_a_fault_costs_one_update_and_no_more(plain: nn.Module, data: DataSet, h
 def test_with_nobody_left_the_state_stays(plain: nn.Module, data: DataSet, how: str) -> None:
     history = train(plain, data, Broken(how), FederationPlan(**SMALL))
     assert all(torch.equal(history.state[n], t) for n, t in plain.state_dict().items())
-    assert [e["what"] for e in history.events if e["client"] is None] == ["no update was left; the state stays"] * 2
+    assert [e.message for e in history.events if e.client is None] == ["no update was left; the state stays"] * 2
     assert len(history.acc_test) == 2
 
 
@@ -83,7 +83,7 @@ def test_bad_input_is_no_fault_of_a_client(plain: nn.Module, data: DataSet) -> N
 
 def test_broken_batch_norm_statistics_are_left_out(normed: nn.Module, data: DataSet) -> None:
     history = train(normed, data, Broken("huge"), FederationPlan(defended=1, **SMALL))
-    assert {e["client"] for e in history.events} == {0}
+    assert {e.client for e in history.events} == {0}
     assert all(bool(t.isfinite().all()) for t in history.state.values())
 
 
@@ -120,4 +120,4 @@ def test_statistics_and_counts_are_screened_too() -> None:
     )
     assert kept == [3]
     assert [f.client for f in failures] == [0, 1, 2, 4, 5]
-    assert failures[3].what == "gone"
+    assert failures[3].reason == "gone"

@@ -125,10 +125,10 @@ def test_a_fault_costs_one_update_and_no_more(
     history = train(
         plain, data, defense, FederationPlan(rounds=many, defended=1, engine=engine, deadline=deadline, **SMALL)
     )
-    assert [(e["round"], e["client"]) for e in history.events] == [(i + 1, 0) for i in range(many)]
+    assert [(e.round, e.client) for e in history.events] == [(i + 1, 0) for i in range(many)]
     for how, event in zip(faults, history.events, strict=True):
-        assert WORDS[how] in event["what"], (how, event)
-        assert "\n" not in event["what"]
+        assert WORDS[how] in event.message, (how, event)
+        assert "\n" not in event.message
     assert len(history.acc_test) == many
     expected = without_the_first(plain, data, many)
     assert all(torch.equal(history.state[n], t) for n, t in expected.items())
@@ -156,7 +156,7 @@ def test_it_goes_on_where_it_stood_and_tells_engines_apart(plain: nn.Module, dat
         train(plain, data, "none", FederationPlan(**{**how, "engine": "inline"}), folder=tmp_path)
 
 
-# -- the carrier alone, on a grid that plays the nodes -------------------------------------------------------------------
+# -- the transport alone, on a grid that plays the nodes -----------------------------------------------------------------
 
 
 class FakeGrid:
@@ -178,24 +178,24 @@ class FakeGrid:
             name, client = str(len(self._ready)), self.nodes[message.metadata.dst_node_id]
             message.metadata.__dict__["_message_id"] = name
             if message.metadata.message_type == "query":
-                found: Any = RecordDict({"facts": ConfigRecord({"client": client})})
+                content: Any = RecordDict({"facts": ConfigRecord({"client": client})})
             else:
                 self.asked.append(client)
-                found = self._answer(client, message)
-            self._ready[name] = None if found is None else Message(found, reply_to=message)
+                content = self._answer(client, message)
+            self._ready[name] = None if content is None else Message(content, reply_to=message)
             names.append(name)
         return names
 
     def pull_messages(self, names: list[str]) -> list[Any]:
-        found = [self._ready[n] for n in names if self._ready[n] is not None]
-        for message in found:
+        replies = [self._ready[n] for n in names if self._ready[n] is not None]
+        for message in replies:
             self._ready[message.metadata.reply_to_message_id] = None
-        return found
+        return replies
 
 
-def carrier(grid: FakeGrid, begun: Path, deadline: float | None = None) -> flower_engine._Carrier:
+def transport(grid: FakeGrid, started: Path, deadline: float | None = None) -> flower_engine._Transport:
     plan = FederationPlan(rounds=1, clients=len(grid.nodes), deadline=deadline)
-    return flower_engine._Carrier(grid, plan, begun, threading.Event())  # type: ignore[arg-type]
+    return flower_engine._Transport(grid, plan, started, threading.Event())  # type: ignore[arg-type]
 
 
 def good(client: int, message: Any) -> Any:
@@ -211,7 +211,7 @@ STATE = {"w": torch.zeros(2, 3), "b": torch.zeros(())}
 
 def test_replies_find_their_clients(tmp_path: Path) -> None:
     grid = FakeGrid(4, good)
-    replies = carrier(grid, tmp_path)(STATE, 0, [1, 3])
+    replies = transport(grid, tmp_path)(STATE, 0, [1, 3])
     assert sorted(grid.asked) == [1, 3]
     for reply in replies:
         assert isinstance(reply, Reply)
@@ -223,13 +223,13 @@ def test_replies_find_their_clients(tmp_path: Path) -> None:
 def test_a_client_that_hangs_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flower_engine, "_GRACE", 0)
     grid = FakeGrid(3, lambda k, message: None if k == 1 else good(k, message))
-    carry = carrier(grid, tmp_path, 0.2)
-    first = {r.client: r for r in carry(STATE, 0, [0, 1, 2])}
-    second = {r.client: r for r in carry(STATE, 1, [0, 1, 2])}
+    ask = transport(grid, tmp_path, 0.2)
+    first = {r.client: r for r in ask(STATE, 0, [0, 1, 2])}
+    second = {r.client: r for r in ask(STATE, 1, [0, 1, 2])}
     assert first[1] == Failure(1, "did not answer, and nobody else for 0.2 s")
     assert second[1] == Failure(1, "was still at work on round 1")
     assert grid.asked == [0, 1, 2, 0, 2]
-    assert all(isinstance(found[k], Reply) for found in (first, second) for k in (0, 2))
+    assert all(isinstance(replies[k], Reply) for replies in (first, second) for k in (0, 2))
 
 
 def test_a_message_that_met_no_actor_is_sent_again(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_message_that_met_no_actor_is_sent_again(tmp_path: Path) -> None:
         return good(client, message) if client == 1 and grid.asked.count(1) > 1 else Error(0, "actor unavailable")
 
     grid = FakeGrid(2, dying)
-    replies = {r.client: r for r in carrier(grid, tmp_path)(STATE, 0, [0, 1])}
+    replies = {r.client: r for r in transport(grid, tmp_path)(STATE, 0, [0, 1])}
     assert replies[0] == Failure(0, "died: actor unavailable")
     assert isinstance(replies[1], Reply)
     assert grid.asked == [0, 1, 1]
@@ -255,7 +255,7 @@ def test_what_cannot_work_at_all_is_no_fault_of_a_client(tmp_path: Path) -> None
         return RecordDict({"facts": ConfigRecord({"refused": "this defense does not fit."})})
 
     with pytest.raises(UserError, match="does not fit"):
-        carrier(FakeGrid(2, refused), tmp_path)(STATE, 0, [0])
+        transport(FakeGrid(2, refused), tmp_path)(STATE, 0, [0])
 
 
 def test_time_that_is_over_is_over_even_for_code_that_catches_everything() -> None:

@@ -18,11 +18,11 @@ SMALL = "--data mnist-5k:limit=600 --clients 3 --rounds 2 --model lenet --lr 0.1
 
 
 def run(options: str) -> str:
-    found = CliRunner().invoke(app, options.split())
-    if found.exception and not isinstance(found.exception, SystemExit):
-        raise found.exception
-    assert found.exit_code == 0
-    return found.stdout
+    result = CliRunner().invoke(app, options.split())
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0
+    return result.stdout
 
 
 def test_it_writes_curves_and_goes_on_where_it_stood(tmp_path: Path) -> None:

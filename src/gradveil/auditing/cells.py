@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -345,7 +345,7 @@ def _utility(work: Work) -> Result:
     seed = work.case.spec.seed
     module = models.build(training.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     history = _federated(work, module, training)
-    return {"history": _curves(history), "events": history.events}, None
+    return {"history": _curves(history), "events": [asdict(event) for event in history.events]}, None
 
 
 def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> History:

@@ -120,8 +120,8 @@ def _tell(history: History, folder: Path) -> None:
     typer.echo(f"accuracy after {history.rounds} rounds: {', '.join(parts)} ({history.seconds:.1f} s)")
     if history.events:
         first = history.events[0]
-        who = "" if first["client"] is None else f", client {first['client']}"
-        typer.echo(f"{len(history.events)} events; the first in round {first['round']}{who}: {first['what']}")
+        who = "" if first.client is None else f", client {first.client}"
+        typer.echo(f"{len(history.events)} events; the first in round {first.round}{who}: {first.message}")
     typer.echo(f"History: {folder / 'history.json'}")
 
 

@@ -62,7 +62,7 @@ def train_central(
     for step in range(steps):
         events = server.aggregate(step, [client.reply(server.state, step)])
         if events:
-            stopped = f"stopped at step {step + 1} of {steps}: {events[0]['what']}"
+            stopped = f"stopped at step {step + 1} of {steps}: {events[0].message}"
             raise UserError(f"training under '{federation.defense.spec}' {stopped}.")
         if progress:
             progress("training", step + 1, steps)

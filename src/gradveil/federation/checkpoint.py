@@ -1,15 +1,15 @@
-"""A training run's folder: after every round the state with all that is needed to go on, and the curves for others.
+"""The folder of a training run: after every round the state with all that resuming needs, and the curves for users.
 
-`state.safetensors` holds the model's state under its own names, and in its metadata the configuration and the history
-of the same round, so that one rename makes all of it new. `history.json` is written after it, for programs.
+`state.safetensors` holds the model's state under its usual names. Its metadata holds the configuration and the history
+of the same round, so that one rename replaces all of it. `history.json` is written after it, for programs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,16 +22,16 @@ from gradveil.federation.rounds import Federation, Server
 from gradveil.storage.files import write_json, write_tensors
 
 STATE, HISTORY = "state.safetensors", "history.json"
-_VELOCITY = "server-velocity/"  # a module's own names hold no slash where this one has it
+_VELOCITY = "server-velocity/"  # names of a module hold no slash
 _HASHED = {"model": "another model", "images": "other images"}
 
 
 class Checkpoint:
-    """Stores a run round by round, and finds where it stopped."""
+    """Stores a run after each round, and resumes it."""
 
     def __init__(self, folder: Path, federation: Federation, loss: str = DEFAULT):
         self.folder = folder
-        self.configuration: dict[str, Any] = {
+        self.configuration: dict[str, str | int | float | bool | None] = {
             **federation.plan.to_json(),
             "data": federation.data.name,
             "defense": federation.defense.spec,
@@ -41,7 +41,7 @@ class Checkpoint:
         }
 
     def load(self) -> tuple[History, Tensors]:
-        """The history so far, with its state, and the server's velocity; an empty history where there is none."""
+        """The history with its state, and the server's velocity; both empty where nothing is stored."""
         path = self.folder / STATE
         if not path.exists():
             if (self.folder / HISTORY).exists():
@@ -53,14 +53,12 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            configuration = json.loads(metadata["configuration"])
-            history = json.loads(metadata["history"])
-        except (SafetensorError, KeyError, ValueError, OSError):
+            self._compare(dict(json.loads(metadata["configuration"])))
+            state = {n: t for n, t in tensors.items() if not n.startswith(_VELOCITY)}
+            history = History.from_json(dict(json.loads(metadata["history"])), state)
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError):
             raise UserError(f"{path} is not the state of a training run; choose another folder.") from None
-        self._compare(configuration)
-        velocity = {n.removeprefix(_VELOCITY): t for n, t in tensors.items() if n.startswith(_VELOCITY)}
-        state = {n: t for n, t in tensors.items() if not n.startswith(_VELOCITY)}
-        return History.from_json(history, state), velocity
+        return history, {n.removeprefix(_VELOCITY): t for n, t in tensors.items() if n not in state}
 
     def save(self, history: History, server: Server) -> None:
         tensors = {**server.state, **{_VELOCITY + name: t for name, t in server.velocity.items()}}
@@ -69,12 +67,12 @@ class Checkpoint:
         write_tensors(self.folder / STATE, tensors, metadata)
         write_json(self.folder / HISTORY, {"configuration": self.configuration, **record})
 
-    def _compare(self, stored: dict[str, Any]) -> None:
+    def _compare(self, stored: Mapping[str, object]) -> None:
         for key, value in self.configuration.items():
             if stored.get(key) != value:
-                found = _HASHED.get(key) or f"{key}={stored.get(key)}, not {value}"
+                difference = _HASHED.get(key) or f"{key}={stored.get(key)}, not {value}"
                 raise UserError(
-                    f"{self.folder} holds a training run with {found}; repeat its options, or choose another folder."
+                    f"{self.folder} holds a training run with {difference}; repeat its options, or choose another folder."
                 )
 
 

@@ -1,4 +1,4 @@
-"""How well a state does: which images it classifies correctly, and the loss of each, in evaluation mode."""
+"""How well a state does, in evaluation mode: which images it classifies correctly, and the loss of each."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ from torch import Tensor
 
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
-from gradveil.federation.statistics import pieces
+from gradveil.federation.statistics import even_parts
 
-PIECE = 256  # images at a time
+CHUNK = 256  # images that are evaluated together
 
 
 def evaluate(task: Task, state: Tensors, batch: Batch, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Per image whether it is classified correctly, and its cross entropy. `rng` is for networks that draw noise.
+    """Per image whether it is classified correctly (n), and its cross entropy (n). `rng` serves models that draw noise.
 
-    Where targets are rows of numbers there is no correct class (NaN), and the loss is the one of the model.
+    Where targets are rows of numbers there is no correct class (NaN), and the loss is that of the model.
     """
     model = task.model
-    correct, loss = [], []
+    correct, losses = [], []
     with torch.no_grad():
-        for x, y in zip(pieces(batch.x, PIECE), pieces(batch.y, PIECE), strict=True):
-            logits = model(state, task.normalize(x), model.draw_noise(len(x), rng))
+        for x, y in zip(even_parts(batch.x, CHUNK), even_parts(batch.y, CHUNK), strict=True):
+            outputs = model(state, task.normalize(x), model.draw_noise(len(x), rng))
             if y.ndim == 1:
-                correct.append(logits.argmax(dim=1) == y)
-                loss.append(F.cross_entropy(logits, y, reduction="none"))
+                correct.append(outputs.argmax(dim=1) == y)
+                losses.append(F.cross_entropy(outputs, y, reduction="none"))
             else:
                 correct.append(torch.full((len(y),), torch.nan))
-                loss.append(
-                    torch.stack(
-                        [model.loss_fn(o, t) for o, t in zip(torch.split(logits, 1), torch.split(y, 1), strict=True)]
-                    )
-                )
-    return torch.cat(correct), torch.cat(loss)
+                rows = zip(outputs.split(1), y.split(1), strict=True)
+                losses.append(torch.stack([model.loss_fn(output, target) for output, target in rows]))
+    return torch.cat(correct), torch.cat(losses)

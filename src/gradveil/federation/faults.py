@@ -1,27 +1,27 @@
-"""Replies that a server must not add up: clients that failed, and updates that are broken or absurd."""
+"""Replies that a server must not average: clients that failed, and updates that are broken or absurdly large."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
+from gradveil.core.errors import one_line, shape_text
 from gradveil.core.types import Tensors, Update
 
-ABSURD = 1e6  # times the median norm of the others
+ABSURD = 1e6  # times the median norm of the other updates
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client answers in a round: its update, and the buffers that its training changed."""
+    """What a client sends in one round: its update, and the buffers that its training changed."""
 
     client: int
     update: Update
     buffers: Tensors = field(default_factory=dict)
-    cosine: float | None = None  # between what was sent and the undefended update, where it was measured
+    cosine: float | None = None  # between the update and the undefended one, where it was measured
 
     def sent(self) -> Tensors:
         return {**self.update.tensors, **self.buffers}
@@ -29,21 +29,27 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that has no answer, and why."""
+    """A client that sends nothing usable in one round, and the reason."""
 
     client: int
-    what: str
+    reason: str
+
+
+def raised(error: Exception) -> str:
+    """The reason of a client whose code raised an exception."""
+    return f"raised {type(error).__name__}: {one_line(error)}"
 
 
 def too_late(limit: float) -> str:
+    """The reason of a client that exceeded its time limit in seconds."""
     return f"took more than the {limit:g} s it had"
 
 
 def screen(
     replies: Sequence[Reply | Failure], parameters: Tensors, buffers: Tensors
 ) -> tuple[list[Reply], list[Failure]]:
-    """The replies that can be added up, in the order of clients, and for each other one what is wrong with it."""
-    sound: list[Reply] = []
+    """The replies that can be averaged, and one failure for each of the others; both in the order of clients."""
+    valid: list[Reply] = []
     failures: list[Failure] = []
     for reply in sorted(replies, key=lambda r: r.client):
         if isinstance(reply, Failure):
@@ -51,40 +57,33 @@ def screen(
         elif fault := _fault(reply, parameters, buffers):
             failures.append(Failure(reply.client, fault))
         else:
-            sound.append(reply)
-    norms = [_norm(s.update.tensors) for s in sound]
-    kept = []
-    for i, one in enumerate(sound):
+            valid.append(reply)
+    norms = [_norm(reply.update.tensors) for reply in valid]
+    usable = []
+    for i, reply in enumerate(valid):
         others = norms[:i] + norms[i + 1 :]
         usual = median(others) if others else 0.0
         if usual > 0 and norms[i] > ABSURD * usual:
-            what = f"sent an update of norm {norms[i]:.3g}; the others' median is {usual:.3g}"
-            failures.append(Failure(one.client, what))
+            reason = f"sent an update of norm {norms[i]:.3g}; the others' median is {usual:.3g}"
+            failures.append(Failure(reply.client, reason))
         else:
-            kept.append(one)
-    return kept, sorted(failures, key=lambda f: f.client)
+            usable.append(reply)
+    return usable, sorted(failures, key=lambda f: f.client)
 
 
 def _fault(reply: Reply, parameters: Tensors, buffers: Tensors) -> str | None:
-    tensors = reply.update.tensors
-    if wrong := set(tensors) ^ set(parameters):
+    if wrong := set(reply.update.tensors) ^ set(parameters):
         return f"sent wrong tensors: '{min(wrong)}' is {'missing' if min(wrong) in parameters else 'not in the model'}"
     if wrong := set(reply.buffers) - set(buffers):
         return f"sent wrong tensors: '{min(wrong)}' is no statistic of the model"
+    expected = {**buffers, **parameters}
     for name, value in reply.sent().items():
-        expected = parameters[name] if name in parameters else buffers[name]
-        if value.shape != expected.shape:
-            return f"sent '{name}' as {_shape(value)}; the model's is {_shape(expected)}"
+        if value.shape != expected[name].shape:
+            return f"sent '{name}' as {shape_text(value.shape)}; the model's is {shape_text(expected[name].shape)}"
         if not bool(torch.isfinite(value).all()):
             return f"sent values that are not finite in '{name}'"
-    if reply.update.examples < 1:
-        return f"claims {reply.update.examples} examples"
-    return None
-
-
-def _shape(value: torch.Tensor) -> str:
-    return "×".join(map(str, value.shape)) or "a single number"
+    return f"claims {reply.update.examples} examples" if reply.update.examples < 1 else None
 
 
 def _norm(tensors: Tensors) -> float:
-    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors.values()))
+    return float(sum((t.double() ** 2).sum() for t in tensors.values()) ** 0.5)

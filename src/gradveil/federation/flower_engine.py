@@ -1,8 +1,8 @@
-"""Federated training on Flower: the same rounds, carried as messages by its simulation runtime (Ray, on this machine).
+"""Federated training on Flower: the same rounds, transported as messages by its simulation runtime (Ray, on this machine).
 
-Clients are prepared here, once, as in the inline engine, and lie in Ray's object store: a Flower node runs in whichever
-actor is free, so any actor may play any client. Everything random in a round hangs on (seed, client, round), so where a
-client runs changes nothing. A client whose process dies, or that does not answer in time, misses the round.
+Clients are prepared here, once, as in the inline engine, and lie in Ray's object store: any actor may play any client.
+Everything random in a round is drawn from (seed, client, round), so that the place of work changes nothing. A client
+whose process dies, or that does not answer in time, misses the round.
 """
 
 from __future__ import annotations
@@ -19,34 +19,47 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from pydantic import BaseModel
 
-from gradveil.core.errors import UserError
-from gradveil.core.types import Tensors, Update
-from gradveil.federation.faults import Failure, Reply, too_late
+from gradveil.core.errors import UserError, one_line
+from gradveil.core.types import Kind, Tensors, Update
+from gradveil.federation.faults import Failure, Reply, raised, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import FederationPlan
 from gradveil.federation.rounds import Federation, Participant, Server, run
+from gradveil.processes.worker import cores
 
 if TYPE_CHECKING:
-    from flwr.app import Context, Message
+    from flwr.app import ConfigRecordValues, Context, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid
+    from ray import ObjectRef
 
-# Read when Flower and Ray are imported: nothing is reported to anyone, and Ray listens on this machine alone (it would
-# otherwise take its network address on Linux).
+    Clients = ObjectRef[list[Participant]]
+
+# Read when Flower and Ray are imported: no telemetry, and Ray listens on this machine alone (on Linux it would otherwise
+# take the machine's network address).
 _ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_MOST_ACTORS = 8
-_PAUSE = 0.05  # seconds between two looks for replies
-_GRACE = 10  # seconds beyond the deadline, which clients keep by themselves unless they hang altogether
-_RESTART = 120  # seconds that a dead actor may take to come back
+# Flower passes these on as the options of its actors: an actor that died is started again.
+_ACTOR_OPTIONS: dict[str, ConfigRecordValues] = {
+    "num_cpus": 1,
+    "num_gpus": 0.0,
+    "max_restarts": -1,
+    "max_task_retries": 0,
+}
+_MAX_ACTORS = 8
+_PAUSE = 0.05  # seconds between two requests for replies
+_GRACE = 10  # seconds beyond the deadline, which clients keep by themselves unless they hang
+_RESTART = 120  # seconds that a dead actor may take to start again
+_MAX_REASON = 160  # characters
 
 
 def simulate(
@@ -55,7 +68,7 @@ def simulate(
     history: History,
     after_round: Callable[[History, Server], None] | None = None,
 ) -> History:
-    """The rounds that `history` does not hold yet, with every client a node of a Flower simulation."""
+    """Do the rounds that `history` does not hold yet, with every client as a node of a Flower simulation."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -68,36 +81,37 @@ def simulate(
         ) from None
     if ray.is_initialized():
         raise UserError("Ray already runs in this process and Flower's simulation would end it: ray.shutdown() first.")
-    began = time.perf_counter()
-    small = _slim(federation)
-    participants = [small.participant(k) for k in range(federation.plan.clients)]
-    small.progress = None  # it belongs to this process's terminal
-    actors = _actors(federation.plan.sampled or federation.plan.clients)
+    began, plan = time.perf_counter(), federation.plan
+    small = copy.copy(federation)  # clients need no test images
+    small.data = dataclasses.replace(federation.data, private=federation.images, test=federation.images[:0])
+    participants = [small.participant(k) for k in range(plan.clients)]
+    small.progress = None  # it belongs to the terminal of this process
     stopped, app = threading.Event(), ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        carrier = _Carrier(grid, federation.plan, Path(begun), stopped)
+        transport = _Transport(grid, plan, Path(started), stopped)
         history.seconds_prepare = time.perf_counter() - began
-        run(federation, server, carrier, history, after_round)
+        run(federation, server, transport, history, after_round)
 
-    with _quiet(), tempfile.TemporaryDirectory() as begun:
-        # Started here and not by Flower, so that the clients can be put into the store before the first message.
-        _start(ray, actors)
+    with _quiet(), tempfile.TemporaryDirectory() as started:
+        # Started here and not by Flower, so that the clients are in the object store before the first message.
+        # One actor per core, but at least two: a slow client must not block all others.
+        _start_ray(max(2, min(cores(), plan.sampled or plan.clients, _MAX_ACTORS)))
         try:
-            clients = _client_app(ray.put(participants), federation.plan.deadline, Path(begun))
-            # Flower gives these on as the actors' options: an actor that died is started again.
-            resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.0, "max_restarts": -1, "max_task_retries": 0}
-            run_simulation(app, clients, federation.plan.clients, backend_config={"client_resources": resources})
+            clients = _client_app(ray.put(participants), plan.deadline, Path(started))
+            run_simulation(app, clients, plan.clients, backend_config={"client_resources": _ACTOR_OPTIONS})
         finally:
-            stopped.set()  # the server's thread outlives an interrupted simulation otherwise
+            stopped.set()  # otherwise the server's thread outlives an interrupted simulation
             ray.shutdown()
     return history
 
 
-def _start(ray: Any, actors: int) -> None:
-    """Ray on this machine. It gives its own parts half a minute, which a machine at full load may exceed."""
-    imports = os.pathsep.join(p for p in sys.path if p)
+def _start_ray(actors: int) -> None:
+    """Start Ray on this machine. Ray gives its parts half a minute, which a machine at full load may exceed."""
+    import ray
+
+    path = os.pathsep.join(p for p in sys.path if p)
     try:
         ray.init(
             address="local",
@@ -105,95 +119,121 @@ def _start(ray: Any, actors: int) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.CRITICAL,
-            runtime_env={"env_vars": {"PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}},
+            runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
             _node_ip_address="127.0.0.1",
         )
-    except Exception as error:  # Ray has no kind of its own for it
-        text = " ".join(str(error).split())
-        raise UserError(f"Ray did not start on this machine ({text}) Try again, or use engine inline.") from None
+    except Exception as error:  # Ray has no exception class for it
+        text = f"Ray did not start on this machine ({one_line(error)})"
+        raise UserError(f"{text} Try again, or use engine inline.") from None
 
 
-def _actors(clients: int) -> int:
-    """One for each processor, but two at least: a slow client must not hold up all the others."""
-    free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(free, clients, _MOST_ACTORS))
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Flower logs every message, and every fault with its traceback; here faults are in the history."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
-def _slim(federation: Federation) -> Federation:
-    """The same federation with no more than its clients use: they need no test images."""
-    small = copy.copy(federation)
-    small.data = dataclasses.replace(federation.data, private=federation.images, test=federation.images[:0])
-    return small
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
-# -- the clients' side ---------------------------------------------------------------------------------------------------
+class _Facts(BaseModel):
+    """What a message says beside its tensors: the server the round, a client who it is, what it sends or why not."""
 
-_held: dict[str, list[Participant]] = {}  # in an actor's process: the clients, unpacked once
+    round: int = 0
+    client: int = -1
+    kind: Kind = "gradient"
+    examples: int = 0
+    cosine: float | None = None
+    failed: str = ""  # the fault of this client in this round
+    refused: str = ""  # no client can do what was asked for
 
 
-def _participant(reference: Any, number: int) -> Participant:
+def _content(facts: _Facts, **tensors: Tensors) -> RecordDict:
+    from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+
+    written = ConfigRecord(facts.model_dump(exclude_unset=True, exclude_none=True))
+    return RecordDict({"facts": written, **{name: ArrayRecord(group) for name, group in tensors.items()}})
+
+
+def _facts(message: Message) -> _Facts:
+    return _Facts.model_validate(dict(message.content.config_records["facts"]))
+
+
+def _tensors(message: Message, name: str) -> Tensors:
+    record = message.content.array_records[name]
+    return {key: torch.from_numpy(array.numpy().copy()) for key, array in record.items()}
+
+
+# -- the side of the clients -------------------------------------------------------------------------------------------
+
+_unpacked: dict[str, list[Participant]] = {}  # in the process of an actor: the clients
+
+
+def _participant(reference: Clients, number: int) -> Participant:
     import ray
 
-    if reference.hex() not in _held:
-        torch.set_num_threads(1)  # the actors share the processors among them
-        _held.clear()
-        _held[reference.hex()] = ray.get(reference)
-    return _held[reference.hex()][number]
+    if reference.hex() not in _unpacked:
+        torch.set_num_threads(1)  # the actors share the processors
+        _unpacked.clear()
+        _unpacked[reference.hex()] = ray.get(reference)
+    return _unpacked[reference.hex()][number]
 
 
-def _client_app(reference: Any, deadline: float | None, begun: Path) -> ClientApp:
-    from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+def _client_app(reference: Clients, deadline: float | None, started: Path) -> ClientApp:
+    from flwr.app import Message
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
 
-    def answer(message: Message, facts: dict[str, Any], **arrays: Tensors) -> Message:
-        records = {name: ArrayRecord(tensors) for name, tensors in arrays.items()}
-        return Message(RecordDict({"facts": ConfigRecord(facts), **records}), reply_to=message)
+    def reply_of(message: Message, context: Context) -> RecordDict:
+        participant = _participant(reference, int(context.node_config["partition-id"]))
+        (started / message.metadata.message_id).touch()
+        try:
+            with _at_most(deadline):
+                reply = participant.reply(_tensors(message, "state"), _facts(message).round)
+        except _OutOfTime as error:
+            return _content(_Facts(failed=str(error)))
+        except UserError as error:
+            return _content(_Facts(refused=str(error)))
+        except Exception as error:
+            return _content(_Facts(failed=raised(error)))
+        facts = _Facts(kind=reply.update.kind, examples=reply.update.examples, cosine=reply.cosine)
+        return _content(facts, update=reply.update.tensors, buffers=reply.buffers)
 
     @app.query()
-    def who(message: Message, context: Context) -> Message:
+    def identify(message: Message, context: Context) -> Message:
         number = int(context.node_config["partition-id"])
         _participant(reference, number)
-        return answer(message, {"client": number})
+        return Message(_content(_Facts(client=number)), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        number, round = int(context.node_config["partition-id"]), int(_facts(message)["round"])
-        participant = _participant(reference, number)
-        (begun / message.metadata.message_id).touch()
-        try:
-            with _at_most(deadline):
-                reply = participant.reply(_tensors(message, "state"), round)
-            sent = reply.update
-            cosine = {} if reply.cosine is None else {"cosine": reply.cosine}
-            facts = {"kind": sent.kind, "examples": sent.examples, **cosine}
-            return answer(message, facts, update=sent.tensors, buffers=reply.buffers)
-        except _OutOfTime as error:
-            return answer(message, {"failed": str(error)})
-        except UserError as error:
-            return answer(message, {"refused": str(error)})
-        except Exception as error:  # a fault of this client in this round, in the words of the inline engine
-            return answer(message, {"failed": f"raised {type(error).__name__}: {' '.join(str(error).split())}"})
+        return Message(reply_of(message, context), reply_to=message)
 
     return app
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: a client's own code may catch those."""
+    """Not an Exception, because a client's code may catch those."""
 
 
 @contextmanager
 def _at_most(seconds: float | None) -> Iterator[None]:
-    """Break off what takes longer. Only Unix has the alarm, and it rings between two steps of Python."""
+    """Interrupt work that takes longer. Only Unix has the alarm, and it acts between two steps of Python."""
     if seconds is None or not hasattr(signal, "setitimer"):
         yield
         return
 
-    def ring(*_: Any) -> None:
+    def interrupt(*_: object) -> None:
         raise _OutOfTime(too_late(seconds))
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -202,75 +242,74 @@ def _at_most(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# -- the server's side ---------------------------------------------------------------------------------------------------
+# -- the side of the server --------------------------------------------------------------------------------------------
 
 
-class _Carrier:
+class _Transport:
     """Brings a state to nodes and their replies back. A client that still works on an earlier round is not asked again.
 
-    `begun` is a folder in which every message that a client took up has a file: Flower says the same of a client that
-    died and of one whose message met an actor that was just coming back from another's death.
+    `started` is a folder with one file per message that a client began to work on: Flower reports the same error for a
+    client that died and for a message that reached an actor which was just being restarted.
     """
 
-    def __init__(self, grid: Grid, plan: FederationPlan, begun: Path, stopped: threading.Event):
-        self._grid, self._begun, self._stopped = grid, begun, stopped
+    def __init__(self, grid: Grid, plan: FederationPlan, started: Path, stopped: threading.Event):
+        self._grid, self._started, self._stopped = grid, started, stopped
         self._patience = None if plan.deadline is None else plan.deadline + _GRACE
         self._open: dict[str, tuple[int, int]] = {}  # messages without a reply: client, and round from 1
-        self._nodes = self._meet(plan.clients)
+        self._nodes = self._identify(plan.clients)
 
     def __call__(self, state: Tensors, round: int, chosen: Sequence[int]) -> list[Reply | Failure]:
-        from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-
-        self._pull()  # late replies of earlier rounds: of no use, but their clients are free again
+        self._pull()  # late replies of earlier rounds are of no use, but their clients are free again
         busy = dict(self._open.values())
-        content = RecordDict({"state": ArrayRecord(state), "facts": ConfigRecord({"round": round})})
+        content = _content(_Facts(round=round), state=state)
         asked: dict[str, int] = {}
 
         def ask(client: int) -> None:
             name = self._send(content, "train", self._nodes[client])
             asked[name], self._open[name] = client, (client, round + 1)
 
-        found: list[Reply | Failure] = []
+        replies: list[Reply | Failure] = []
         for k in chosen:
             if k in busy:
-                found.append(Failure(k, f"was still at work on round {busy[k]}"))
+                replies.append(Failure(k, f"was still at work on round {busy[k]}"))
             else:
                 ask(k)
         began = time.monotonic()
         for name, message in self._collect(asked, self._patience):
             client = asked.pop(name)
-            lost = message.has_error() and not (self._begun / name).exists()
+            lost = message.has_error() and not (self._started / name).exists()
             if lost and time.monotonic() - began < _RESTART:
                 self._wait(10 * _PAUSE)
                 ask(client)
             else:
-                found.append(_read(message, client))
-        return found + [Failure(k, f"did not answer, and nobody else for {self._patience:g} s") for k in asked.values()]
+                replies.append(_reply(message, client))
+        silent = f"did not answer, and nobody else for {self._patience or 0:g} s"
+        return replies + [Failure(k, silent) for k in asked.values()]
 
-    def _meet(self, clients: int) -> dict[int, int]:
-        """The node of every client: Flower numbers them at random, and only they know which part of the data is theirs."""
+    def _identify(self, clients: int) -> dict[int, int]:
+        """The node of every client: Flower numbers nodes at random, and only they know their part of the data."""
         from flwr.app import RecordDict
 
         while len(nodes := list(self._grid.get_node_ids())) < clients:
             self._wait(_PAUSE)
         asked = {self._send(RecordDict(), "query", node): node for node in nodes}
         self._open.update((name, (-1, 0)) for name in asked)
-        found = {}
+        node_of = {}
         for name, message in self._collect(asked, None):
             if message.has_error():
                 raise RuntimeError(f"a Flower node did not start: {_reason(message)}")
-            found[int(_facts(message)["client"])] = asked.pop(name)
-        return found
+            node_of[_facts(message).client] = asked.pop(name)
+        return node_of
 
-    def _send(self, content: Any, kind: str, node: int) -> str:
+    def _send(self, content: RecordDict, kind: str, node: int) -> str:
         from flwr.app import Message
 
         (name,) = self._grid.push_messages([Message(content, node, kind)])
-        return name
+        return str(name)
 
     def _collect(self, asked: Mapping[str, int], patience: float | None) -> Iterator[tuple[str, Message]]:
-        """Replies as they come, until nothing is left in `asked`, from which the caller takes them, or until nobody has
-        answered for `patience` seconds: a client that only queues for an actor is not given up."""
+        """Replies as they arrive, until `asked` is empty (the caller removes what it received), or until nobody has
+        answered for `patience` seconds: a client that waits for a free actor is not given up."""
         last = time.monotonic()
         while asked and (patience is None or time.monotonic() - last < patience):
             for name, message in self._pull():
@@ -293,40 +332,19 @@ class _Carrier:
             raise RuntimeError("the simulation has ended")
 
 
-def _read(message: Message, client: int) -> Reply | Failure:
+def _reply(message: Message, client: int) -> Reply | Failure:
     if message.has_error():
         return Failure(client, f"died: {_reason(message)}")
     facts = _facts(message)
-    if "refused" in facts:
-        raise UserError(facts["refused"])  # no fault of this client: what was asked for cannot work
-    if "failed" in facts:
-        return Failure(client, facts["failed"])
-    update = Update(_tensors(message, "update"), facts["kind"], facts["examples"])
-    return Reply(client, update, _tensors(message, "buffers"), facts.get("cosine"))
+    if facts.refused:
+        raise UserError(facts.refused)  # no fault of this client: the settings cannot work
+    if facts.failed:
+        return Failure(client, facts.failed)
+    update = Update(_tensors(message, "update"), facts.kind, facts.examples)
+    return Reply(client, update, _tensors(message, "buffers"), facts.cosine)
 
 
 def _reason(message: Message) -> str:
-    """What Flower says of a failure, which may be a page, as a line."""
+    """What Flower says of a failure, which may be a page, as one line."""
     text = " ".join((message.error.reason or "no reason given").split())
-    return text if len(text) <= 160 else f"{text[:160]}…"
-
-
-def _facts(message: Message) -> dict[str, Any]:
-    return dict(message.content.config_records["facts"])
-
-
-def _tensors(message: Message, key: str) -> Tensors:
-    record = message.content.array_records[key]
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Flower tells of every message, and of every fault with its traceback; here faults stand in the history."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"

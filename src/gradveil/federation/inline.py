@@ -17,7 +17,7 @@ from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.federation.checkpoint import Checkpoint
-from gradveil.federation.faults import Failure, Reply, too_late
+from gradveil.federation.faults import Failure, Reply, raised, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import FederationPlan
 from gradveil.federation.rounds import Engine, Federation, run
@@ -73,8 +73,7 @@ def inline(federation: Federation) -> Engine:
             except UserError:
                 raise  # not a fault of this client: the settings cannot work
             except Exception as error:
-                text = " ".join(str(error).split())
-                replies.append(Failure(k, f"raised {type(error).__name__}: {text}"))
+                replies.append(Failure(k, raised(error)))
                 continue
             limit = federation.plan.deadline
             if limit is not None and time.perf_counter() - began > limit:

@@ -1,6 +1,6 @@
-"""One round, the same for every engine: the server's state goes out, clients reply, the server adds up.
+"""One round, the same for every engine: the server's state goes out, clients reply, the server averages the replies.
 
-An engine only carries: it brings a state to `Participant.reply` and the replies back to `Server.aggregate`. To `run` it
+An engine only transports: it brings a state to `Participant.reply`, and the replies to `Server.aggregate`. For `run` it
 is a function of (state, round, clients) that returns their replies.
 """
 
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +25,12 @@ from gradveil.data import DataSet
 from gradveil.defenses import Defense, Setup, parse
 from gradveil.federation.evaluate import evaluate
 from gradveil.federation.faults import Failure, Reply, screen
-from gradveil.federation.history import History
+from gradveil.federation.history import Event, History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import FederationPlan
 from gradveil.federation.statistics import MOMENTUM, RunningStatistics, has_batch_norm
 
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
-Event = dict[str, Any]
 
 
 class Federation:
@@ -54,7 +52,7 @@ class Federation:
         with seeded(plan.seed, "network"):  # a defense may add layers; torch draws their weights from its global stream
             self.module = self.defense.model(copy.deepcopy(module), data.input_shape)
         self.batch_norm = has_batch_norm(self.module)
-        self.task = data.task(ModelFunction(self.module, loss))  # as the server judges it
+        self.task = data.task(ModelFunction(self.module, loss))  # as the server evaluates it
         self.training_task = data.task(ModelFunction(self.module, loss, "train"))  # as clients train it
         self.statistics = RunningStatistics(self.module)
         self.state = self.task.model.state()
@@ -74,8 +72,8 @@ class Federation:
         return Server(self.plan, self.task.model.trainable, state or self.state, velocity)
 
     def measure(self, state: Tensors, round: int) -> dict[str, float | None]:
-        """Accuracy on the test part, on all clients' own images and on those of defended clients (none where targets
-        are no classes); the loss."""
+        """Accuracy on the test part, on the images of all clients and on those of defended clients (NaN where targets
+        are no classes), and the loss."""
         rng = generator(self.plan.seed, round, "evaluate")
         test, _ = evaluate(self.task, state, self.data.test, rng)
         train, loss = evaluate(self.task, state, self.images, rng)
@@ -96,43 +94,44 @@ class Participant:
         self.number, self.plan, self._federation = number, plan, federation
         self.images = federation.images[federation.shares[number]]
         self.defended = number < plan.num_defended
-        many = len(self.images)
-        self._mini = min(plan.batch_size or many, many)
-        # BatchNorm has no statistics of a single image: a client with no more uses the server's running ones, and
-        # one whose last mini-batch would be a single image leaves a different one out each time.
-        self._task = federation.task if federation.batch_norm and self._mini == 1 else federation.training_task
-        self._used = many - 1 if federation.batch_norm and self._mini > 1 and many % self._mini == 1 else many
-        self._taken = self._mini if plan.fedsgd else self._used  # images a round
-        self.rounds_per_pass = math.ceil(self._used / self._taken)
-        self.client = self._client(federation.defense if self.defended else parse("none"))
+        count = len(self.images)
+        self._batch_size = min(plan.batch_size or count, count)
+        # BatchNorm has no statistics of a single image: with batches of one image a client uses the server's running
+        # ones, and a client whose last mini-batch would be a single image leaves out a different image in each round.
+        self._task = federation.task if federation.batch_norm and self._batch_size == 1 else federation.training_task
+        odd = federation.batch_norm and self._batch_size > 1 and count % self._batch_size == 1
+        self._images_per_pass = count - odd
+        self._images_per_round = self._batch_size if plan.fedsgd else self._images_per_pass
+        self.rounds_per_pass = math.ceil(self._images_per_pass / self._images_per_round)
+        self.client = self._prepare(federation.defense if self.defended else parse("none"))
         self.protected, _ = self.client.protect(federation.state, self.images, number)
 
-    def _client(self, defense: Defense) -> Client:
-        federation, data = self._federation, self._federation.data
-        public = data.public if len(data.public) else None
-        where = (federation.cache, federation.progress)
-        setup = Setup(self._task, federation.state, self.images, public, self.plan.seed, *where)
+    def _prepare(self, defense: Defense) -> Client:
+        federation, public = self._federation, self._federation.data.public or None
+        shared = (federation.cache, federation.progress)
+        setup = Setup(self._task, federation.state, self.images, public, self.plan.seed, *shared)
         return prepare_client(defense, self.plan.local_training(0), setup)
 
     def reply(self, state: Tensors, round: int) -> Reply:
-        """The client's part of a round."""
+        """What the client sends in one round."""
         order = self._order(round)
         images = self.images[order]
-        update, fed, buffers = self._round(self.client, state, images, self.protected[order], round)
+        update, fed, buffers = self._train(self.client, state, images, self.protected[order], round)
         buffers |= self._statistics(state, update, fed, round)
         return Reply(self.number, update, buffers, self._cosine(state, update, images, round))
 
     def _order(self, round: int) -> Tensor:
-        """Which images this round takes: all in a new order, or for FedSGD the next mini-batch of a pass over them."""
+        """The images of this round: all in a new order, or for FedSGD the next mini-batch of a pass over them."""
         turn, place = divmod(round, self.rounds_per_pass)
         order = torch.randperm(len(self.images), generator=generator(self.plan.seed, self.number, turn, "order"))
-        return order[: self._used][place * self._taken : (place + 1) * self._taken]
+        first = place * self._images_per_round
+        return order[: self._images_per_pass][first : first + self._images_per_round]
 
-    def _round(
+    def _train(
         self, client: Client, state: Tensors, images: Batch, protected: Batch, round: int
     ) -> tuple[Update, Tensor, Tensors]:
-        """The update, the images that were fed to the network, and the buffers that it wrote into on the way."""
-        # The server's own buffers must stay as they are.
+        """The update, the images that were fed to the network, and the buffers that training changed."""
+        # A copy: the server's buffers must not change.
         buffers = {name: t.clone() for name, t in state.items() if name not in self._task.model.trainable}
         client.training = self.plan.local_training(round)
         with seeded(self.plan.seed, self.number, round, "dropout"):
@@ -147,56 +146,54 @@ class Participant:
         if update.kind == "delta":
             state = {**state, **{name: state[name] + delta for name, delta in update.tensors.items()}}
         rng = generator(self.plan.seed, self.number, round, "statistics")
-        found = self._federation.statistics.measure(state, self._task.normalize(fed), self._mini, rng)
+        measured = self._federation.statistics.measure(state, self._task.normalize(fed), self._batch_size, rng)
         if update.kind == "gradient":
-            return {name: torch.lerp(state[name], value, MOMENTUM) for name, value in found.items()}
-        return found
+            return {name: torch.lerp(state[name], value, MOMENTUM) for name, value in measured.items()}
+        return measured
 
     def _cosine(self, state: Tensors, update: Update, images: Batch, round: int) -> float | None:
-        """How near the first defended client's update is to the one it would have sent without a defense."""
+        """The cosine between the update of the first defended client and the one without a defense."""
         if not (self.plan.cosine_every and self.defended and self.number == 0 and round % self.plan.cosine_every == 0):
             return None
-        plain, _, _ = self._round(self._client(parse("none")), state, images, images, round)
-        a, b = (
-            torch.cat([u.tensors[n].flatten() for n in self._task.model.trainable]).double() for u in (update, plain)
-        )
+        plain, _, _ = self._train(self._prepare(parse("none")), state, images, images, round)
+        names = self._task.model.trainable
+        a, b = (torch.cat([u.tensors[n].flatten() for n in names]).double() for u in (update, plain))
         return float((a @ b / (a.norm() * b.norm()).clamp_min(1e-30)).clamp(-1, 1))
 
 
 class Server:
-    """Holds the state; adds up what comes back, weighted by examples."""
+    """Holds the state and moves it by the mean of the replies, weighted by examples."""
 
     def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, velocity: Tensors | None = None):
         self.plan, self.trainable = plan, list(trainable)
         self.state, self.velocity = dict(state), dict(velocity or {})
 
     def aggregate(self, round: int, replies: Sequence[Reply | Failure]) -> list[Event]:
-        """Move the state by the replies that are sound; the events say which were not."""
+        """Move the state by the usable replies; the events name the others."""
         parameters = {name: self.state[name] for name in self.trainable}
         buffers = {k: v for k, v in self.state.items() if k not in parameters and v.is_floating_point()}
-        sound, failures = screen(replies, parameters, buffers)
-        events: list[Event] = [
-            {"round": round + 1, "client": f.client, "what": f"left out: {f.what}"} for f in failures
-        ]
-        if not sound:
-            return [*events, {"round": round + 1, "client": None, "what": "no update was left; the state stays"}]
-        mean = {n: _average([(r.update.tensors[n], r.update.examples) for r in sound]) for n in parameters}
-        moved = self._sgd(parameters, mean, round) if self.plan.fedsgd else _add(parameters, mean)
-        heard = {n: [(r.buffers[n], r.update.examples) for r in sound if n in r.buffers] for n in buffers}
-        kept = {n: _average(values).to(buffers[n]) for n, values in heard.items() if values}
-        self.state = {**self.state, **moved, **kept}  # a new dictionary: the last one may still be with clients
+        usable, failures = screen(replies, parameters, buffers)
+        events = [Event(round + 1, f.client, f"left out: {f.reason}") for f in failures]
+        if not usable:
+            return [*events, Event(round + 1, None, "no update was left; the state stays")]
+        mean = {n: _average([(r.update.tensors[n], r.update.examples) for r in usable]) for n in parameters}
+        step = self._sgd_step(parameters, mean, round) if self.plan.fedsgd else mean
+        moved = {name: (p.double() + step[name]).to(p.dtype) for name, p in parameters.items()}
+        sent = {n: [(r.buffers[n], r.update.examples) for r in usable if n in r.buffers] for n in buffers}
+        averaged = {n: _average(values).to(buffers[n]) for n, values in sent.items() if values}
+        self.state = {**self.state, **moved, **averaged}  # a new dictionary: clients may still hold the last one
         return events
 
-    def _sgd(self, parameters: Tensors, gradient: Tensors, round: int) -> Tensors:
-        """FedSGD: the server's own step, with momentum and weight decay as in torch.optim.SGD."""
+    def _sgd_step(self, parameters: Tensors, gradients: Tensors, round: int) -> Tensors:
+        """FedSGD: the step of the server, with momentum and weight decay as in torch.optim.SGD."""
         step = {}
-        for name, found in gradient.items():
-            g = found + self.plan.weight_decay * parameters[name]
+        for name, gradient in gradients.items():
+            g = gradient + self.plan.weight_decay * parameters[name]
             if self.plan.momentum:
                 g = self.plan.momentum * self.velocity[name] + g if name in self.velocity else g
                 self.velocity[name] = g
             step[name] = -self.plan.learning_rate(round) * g
-        return _add(parameters, step)
+        return step
 
 
 def run(
@@ -206,7 +203,7 @@ def run(
     history: History,
     after_round: Callable[[History, Server], None] | None = None,
 ) -> History:
-    """The rounds that `history` does not hold yet."""
+    """Do the rounds that `history` does not hold yet."""
     plan = federation.plan
     for round in range(history.rounds, plan.rounds):
         began = time.perf_counter()
@@ -236,15 +233,7 @@ def run(
 def _average(values: Sequence[tuple[Tensor, int]]) -> Tensor:
     """The mean weighted by examples, in double precision."""
     total = sum(examples for _, examples in values)
-    first, weight = values[0]
-    mean = first.double() * (weight / total)
-    for value, examples in values[1:]:
-        mean += value.double() * (examples / total)
-    return mean
-
-
-def _add(parameters: Tensors, step: Tensors) -> Tensors:
-    return {name: (p.double() + step[name]).to(p.dtype) for name, p in parameters.items()}
+    return sum((value.double() * (examples / total) for value, examples in values), start=torch.zeros(()))
 
 
 def _mean(values: Tensor) -> float:
