@@ -43,7 +43,7 @@ WRONG_ORDER = {
     "gradveil.auditing.api -> gradveil.report",
     "gradveil.auditing.run -> gradveil.report",
 }
-CYCLES = {}
+CYCLES: set[str] = set()
 DOUBLE_NAMES = {
     "Cell",
     "Engine",
