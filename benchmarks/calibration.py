@@ -60,7 +60,7 @@ def audit(seed: int, attacks: list[str], victims: int, data: str = "mnist-5k") -
     report = gv.audit(
         data, "lenet", [kind() for kind in NULLS], attacks, victims=victims, seed=seed, workers=0, quiet=True
     )
-    return {d["spec"]: d["verdict"] for d in report.summary["defenses"]}
+    return {d.spec: d.verdict for d in report.summary.defenses}
 
 
 def main() -> None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic.fields import FieldInfo
@@ -26,6 +24,7 @@ from gradveil.core.gradients import ModelFunction
 from gradveil.core.types import LocalTraining
 from gradveil.defenses import Defense, parse, registry
 from gradveil.defenses.base import Setup
+from gradveil.summary import Summary
 
 IMAGES = 6
 PUBLISHED = {
@@ -49,14 +48,14 @@ def main() -> None:
     arguments.add_argument("names", nargs="*", help="defenses; all without")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in given.audit]
+    summaries = [Summary.read(folder) for folder in given.audit]
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.names or [n for n in registry.names() if n != "none"]:
         card(name, summaries, given.out)
         print(given.out / f"{name}.md", flush=True)
 
 
-def card(name: str, summaries: list[dict[str, Any]], out: Path) -> None:
+def card(name: str, summaries: list[Summary], out: Path) -> None:
     cls = registry[name]
     module_text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")  # type: ignore[union-attr]
     picture, seconds, stages = effect(parse(name), out / f"{name}.png")
@@ -87,34 +86,32 @@ def settings_table(cls: type[Defense]) -> list[str]:
     return rows
 
 
-def measured(name: str, summary: dict[str, Any]) -> list[str]:
-    rows = [d for d in summary["defenses"] if name in [part.partition(":")[0] for part in d["spec"].split("+")]]
+def measured(name: str, summary: Summary) -> list[str]:
+    rows = [d for d in summary.defenses if name in [part.partition(":")[0] for part in d.spec.split("+")]]
     if not rows:
         return []
-    case = summary["case"]
+    case = summary.case
     lines = [
-        f"`{summary.get('command', 'gradveil audit')}`",
+        f"`{summary.command or 'gradveil audit'}`",
         "",
-        f"{case['model']} on {case['data']}, {case['victims']} victims, knowledge {case['knowledge']}, "
-        f"seed {case['seed']}, "
+        f"{case.model} on {case.data}, {case.victims} victims, knowledge {case.knowledge}, seed {case.seed}, "
         f"written {time.strftime('%Y-%m-%d')}.",
         "",
         "| defense | attack | against | PSNR | SSIM | ASR | identified | cosine to the true update |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for defense in rows:
-        cosine = (defense.get("gradient") or {}).get("cosine")
-        for attack in defense["attacks"]:
-            if attack["status"] != "ok":
+        cosine = "" if defense.cosine is None else f"{defense.cosine:.2f}"
+        for attack in defense.attacks:
+            rate, psnr, ssim = attack.identified, attack.psnr, attack.ssim
+            if not attack.ok or rate is None or psnr is None or ssim is None:
                 continue
-            who = attack["identified"]
-            sure = f"{who['rate']:.2f} ({who['low']:.2f}–{who['high']:.2f})"
+            sure = f"{rate.rate:.2f} ({rate.low:.2f}–{rate.high:.2f})"
             lines.append(
-                f"| `{defense['spec']}` | `{attack['spec']}` | {attack['against']} | {attack['psnr']['mean']:.1f} "
-                f"| {attack['ssim']['mean']:.2f} | {attack['asr']:.2f} | {sure} "
-                f"| {'' if cosine is None else f'{cosine:.2f}'} |"
+                f"| `{defense.spec}` | `{attack.spec}` | {attack.against} | {psnr.mean:.1f} | {ssim.mean:.2f} "
+                f"| {attack.asr:.2f} | {sure} | {cosine} |"
             )
-    verdicts = [f"`{d['spec']}` {d['verdict'] or 'not judged'}" for d in rows]
+    verdicts = [f"`{d.spec}` {d.judgement}" for d in rows]
     return [*lines, "", f"Verdict: {', '.join(verdicts)}.", ""]
 
 

@@ -9,11 +9,11 @@ Every number comes from a run's summary; the command that made it stands above i
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-Json = dict[str, Any]
+from gradveil.storage.run_folder import RunFolder
+from gradveil.summary import DefenseRow, Rate, Statistic, Summary
+
 OUT = Path("docs/results/suite.md")
 HEAD = """# The standard suite, defense by defense
 
@@ -35,60 +35,57 @@ def main() -> None:
 
 
 def section(folder: Path) -> str:
-    summary, environment = (json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "environment"))
+    summary, environment = Summary.read(folder), RunFolder(folder).environment
+    assert environment is not None and summary.baseline is not None
     lines = [
-        f"## {summary['case']['model']} on {summary['case']['data']}",
+        f"## {summary.case.model} on {summary.case.data}",
         "",
-        f"`{summary['command']}`",
+        f"`{summary.command}`",
         "",
-        f"Scope: {summary['scope']}; suite {summary['suite']}; {environment['seconds'] / 60:.0f} min on "
-        f"{environment['cpus']} processors with gradveil {environment['gradveil']}, torch {environment['packages']['torch']}. "
-        f"With no update at all the class mean has {summary['baseline']['psnr']['mean']:.1f} dB.",
+        f"Scope: {summary.scope}; suite {summary.suite}; {environment.seconds / 60:.0f} min on "
+        f"{environment.cpus} processors with gradveil {environment.gradveil}, torch {environment.packages['torch']}. "
+        f"With no update at all the class mean has {mean(summary.baseline.psnr, 1)} dB.",
         "",
         "| defense | strongest attack | PSNR | SSIM | ASR | identified | cosine to the true update | verdict |",
         "|---|---|---|---|---|---|---|---|",
-        *(row(defense) for defense in summary["defenses"]),
+        *(row(defense) for defense in summary.defenses),
         "",
         "### Every attack",
         "",
         "| defense | attack | PSNR | SSIM | identified | seconds |",
         "|---|---|---|---|---|---|",
-        *(line for defense in summary["defenses"] for line in each(defense)),
+        *(line for defense in summary.defenses for line in each(defense)),
         "",
     ]
     return "\n".join(lines)
 
 
-def row(defense: Json) -> str:
-    worst = defense["worst"]
-    if not worst:
-        return f"| `{defense['spec']}` | no attack applies | | | | | | |"
-    cosine = (defense["gradient"] or {}).get("cosine")
+def row(defense: DefenseRow) -> str:
+    worst, best = defense.worst, defense.best
+    if worst is None or best is None:
+        return f"| `{defense.spec}` | no attack applies | | | | | | |"
+    cosine = "" if defense.cosine is None else f"{defense.cosine:.2f}"
     return (
-        f"| `{defense['spec']}` | `{strongest(defense)['spec']}` | {worst['psnr']['mean']:.1f} | {worst['ssim']['mean']:.2f} "
-        f"| {worst['asr']:.2f} | {rate(worst['identified'])} | {'' if cosine is None else f'{cosine:.2f}'} "
-        f"| {defense['verdict']} |"
+        f"| `{defense.spec}` | `{best.spec}` | {mean(worst.psnr, 1)} | {mean(worst.ssim, 2)} "
+        f"| {worst.asr:.2f} | {rate(worst.identified)} | {cosine} | {defense.judgement} |"
     )
 
 
-def each(defense: Json) -> list[str]:
+def each(defense: DefenseRow) -> list[str]:
     return [
-        f"| `{defense['spec']}` | `{a['spec']}` | {a['psnr']['mean']:.1f} | {a['ssim']['mean']:.2f} "
-        f"| {rate(a['identified'])} | {a['seconds']:.0f} |"
-        for a in tried(defense)
+        f"| `{defense.spec}` | `{a.spec}` | {mean(a.psnr, 1)} | {mean(a.ssim, 2)} "
+        f"| {rate(a.identified)} | {a.seconds:.0f} |"
+        for a in defense.attacks
+        if a.ok and a.against == "original"
     ]
 
 
-def tried(defense: Json) -> list[Json]:
-    return [a for a in defense["attacks"] if a["status"] == "ok" and a["against"] == "original"]
+def mean(statistic: Statistic | None, places: int) -> str:
+    return f"{statistic.mean:.{places}f}" if statistic else ""
 
 
-def strongest(defense: Json) -> Json:
-    return max(tried(defense), key=lambda a: (a["identified"]["rate"], a["ssim"]["mean"]))
-
-
-def rate(found: Json) -> str:
-    return f"{found['rate']:.2f} ({found['low']:.2f}–{found['high']:.2f})"
+def rate(identified: Rate | None) -> str:
+    return f"{identified.rate:.2f} ({identified.low:.2f}–{identified.high:.2f})" if identified else ""
 
 
 if __name__ == "__main__":

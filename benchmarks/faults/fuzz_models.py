@@ -204,7 +204,7 @@ def audited(rng: Random, folder: Path) -> Job:
             out=folder / "out",
             batch_size=rng.choice([1, 1, 2]),
         )
-        problems = [a["error"] for d in report.summary["defenses"] for a in d["attacks"] if a["error"]]
+        problems = [a.error for d in report.summary.defenses for a in d.attacks if a.error]
         assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"
         return report
 

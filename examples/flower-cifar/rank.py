@@ -22,6 +22,7 @@ from local import HERE
 
 import gradveil as gv
 from gradveil.federation import FederationPlan, train
+from gradveil.summary import DefenseRow
 
 CANDIDATES = ("gaussian:std=0.003", "gaussian:std=0.01", "prune:ratio=0.9", "prune:ratio=0.99")
 MOST = 3.0  # points of test accuracy
@@ -52,7 +53,7 @@ def accuracy(line: str, rounds: int, out: Path) -> float:
     return 100 * (history.acc_test[-1] or 0.0)
 
 
-def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, dict[str, Any]]:
+def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, DefenseRow]:
     report = gv.audit(
         data=dataset(),
         model=network(),
@@ -63,29 +64,40 @@ def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, di
         out=out,
         **how,
     )
-    return {found["spec"]: found for found in report.summary["defenses"]}
+    return {row.spec: row for row in report.summary.defenses}
+
+
+def measured(row: DefenseRow) -> dict[str, Any]:
+    if row.worst is None or row.worst.psnr is None:
+        raise SystemExit(f"no attack ran on {row.spec}")
+    return {
+        "identified": row.worst.identified.model_dump(),
+        "psnr": row.worst.psnr.mean,
+        "verdict": row.judgement,
+    }
+
+
+def told(row: DefenseRow) -> str:
+    numbers = measured(row)
+    return f"identified {numbers['identified']['rate']:.0%}, PSNR {numbers['psnr']:.1f} dB: {numbers['verdict']}"
 
 
 def rank(victims: int, rounds: int, out: Path) -> None:
     lines = ["none", *CANDIDATES]
     points = {line: accuracy(line, rounds, out) for line in lines}
-    found = audit(lines, victims, out / "audit", local_lr=CONFIG["lr"])
-    rows = []
+    audited = audit(lines, victims, out / "audit", local_lr=CONFIG["lr"])
+    rows: list[dict[str, Any]] = []
     for line in lines:
-        seen = found[of_gradient(line)]
-        worst = seen["worst"]
+        row = audited[of_gradient(line)]
         rows.append(
             {
                 "line": line,
                 "accuracy": round(points[line], 1),
                 "loss": round(points["none"] - points[line], 1),
-                "identified": worst["identified"],
-                "psnr": worst["psnr"]["mean"],
-                "verdict": seen["verdict"],
+                **measured(row),
             }
         )
-        told = f"identified {worst['identified']['rate']:.0%}, PSNR {worst['psnr']['mean']:.1f} dB"
-        print(f"{line:>20}: {points[line]:.1f}% accuracy, {told}: {seen['verdict']}", flush=True)
+        print(f"{line:>20}: {points[line]:.1f}% accuracy, {told(row)}", flush=True)
     fit = [row for row in rows[1:] if row["loss"] <= MOST]
     best = min(fit, key=lambda row: (row["identified"]["rate"], row["psnr"]), default=None)
     result: dict[str, Any] = {"data": dataset().name, "rows": rows, "best": best and best["line"]}
@@ -97,9 +109,9 @@ def rank(victims: int, rounds: int, out: Path) -> None:
         result["wider"] = []
         for how in WIDER:
             name = "-".join(f"{key}-{value}" for key, value in how.items())
-            seen = audit(["none"], victims, out / name, local_lr=CONFIG["lr"], **how)["none"]
-            result["wider"].append({**how, "identified": seen["worst"]["identified"], "verdict": seen["verdict"]})
-            print(f"  {name}: identified {seen['worst']['identified']['rate']:.0%}, {seen['verdict']}", flush=True)
+            row = audit(["none"], victims, out / name, local_lr=CONFIG["lr"], **how)["none"]
+            result["wider"].append({**how, **measured(row)})
+            print(f"  {name}: {told(row)}", flush=True)
     (out / "rank.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

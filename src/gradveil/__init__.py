@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from gradveil.api import audit, compare
     from gradveil.attacks.base import Attack
     from gradveil.attacks.registry import attack
-    from gradveil.auditing.api import audit
     from gradveil.auditing.captured import attack_update
     from gradveil.core.errors import UserError
     from gradveil.core.observation import Knowledge, Observation
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradveil.defenses.registry import defense
     from gradveil.protection import flower
     from gradveil.protection.loop import protect
-    from gradveil.report.summary import Report
+    from gradveil.report.audit_report import Report
 
 _HOME = {
     "Attack": "gradveil.attacks.base",
@@ -31,12 +31,13 @@ _HOME = {
     "Knowledge": "gradveil.core.observation",
     "LocalTraining": "gradveil.core.types",
     "Observation": "gradveil.core.observation",
-    "Report": "gradveil.report.summary",
+    "Report": "gradveil.report.audit_report",
     "Update": "gradveil.core.types",
     "UserError": "gradveil.core.errors",
     "attack": "gradveil.attacks.registry",
     "attack_update": "gradveil.auditing.captured",
-    "audit": "gradveil.auditing.api",
+    "audit": "gradveil.api",
+    "compare": "gradveil.api",
     "defense": "gradveil.defenses.registry",
     "flower": "gradveil.protection.flower",
     "protect": "gradveil.protection.loop",
@@ -56,6 +57,7 @@ __all__ = [
     "attack",
     "attack_update",
     "audit",
+    "compare",
     "defense",
     "flower",
     "protect",

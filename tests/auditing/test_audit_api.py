@@ -1,4 +1,4 @@
-"""`gradveil.auditing` on a user's own objects."""
+"""`gradveil.audit` on a user's own objects."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_module_with_batch_norm_and_dropout_on_a_dataset(pictures, net):
     before = {n: t.clone() for n, t in net.state_dict().items()}
     settings = {"victims": 2, "num_classes": 5, "quiet": True}
     report = gv.audit(pictures, net, [parse("prune:ratio=0.9"), "clip"], "ig:steps=30", **settings)
-    assert report.summary["case"]["input_shape"] == [3, 24, 24] and report.summary["case"]["num_classes"] == 5
-    assert report.summary["case"]["model"].startswith("Sequential@")
+    assert report.summary.case.input_shape == (3, 24, 24) and report.summary.case.num_classes == 5
+    assert report.summary.case.model.startswith("Sequential@")
     frame = report.to_frame()
     assert list(frame["defense"]) == ["none", "prune", "clip"]  # an object is named by what differs from its defaults
     assert set(frame["status"]) == {"ok"}
@@ -67,6 +67,6 @@ def test_importing_the_package_loads_nothing_slow_and_audit_stays_callable(comma
     code = (
         "import sys, gradveil; assert 'torch' not in sys.modules and 'rich' not in sys.modules;"
         "import gradveil.auditing.spec; assert callable(gradveil.audit); assert gradveil.__version__ == '0.2.0';"
-        "assert {'audit', 'protect', 'attack_update', 'Defense'} <= set(dir(gradveil))"
+        "assert {'audit', 'compare', 'protect', 'attack_update', 'Defense'} <= set(dir(gradveil))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=command_environment)

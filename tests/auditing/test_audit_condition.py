@@ -6,14 +6,27 @@ import pytest
 
 from gradveil.auditing.condition import Condition
 from gradveil.core.errors import UserError
+from gradveil.summary import DefenseRow, Rate, Statistic, UtilityRow, Worst
 
-DEFENSE = {
-    "spec": "prune",
-    "verdict": "leaks",
-    "stage": ["update"],
-    "utility": None,
-    "worst": {"ssim": {"max": 0.7, "mean": 0.2}, "asr": 0.5, "identified": {"low": 0.1, "chance": 0.01}},
-}
+DEFENSE = DefenseRow(
+    spec="prune",
+    stage=("update",),
+    counter=(),
+    scope="",
+    verdict="leaks",
+    warnings=(),
+    utility=None,
+    gradient=None,
+    attacks=(),
+    worst=Worst(
+        ssim=Statistic(mean=0.2, std=0.1, min=0.1, max=0.7),
+        asr=0.5,
+        identified=Rate(rate=0.5, low=0.1, high=0.9, chance=0.01),
+        attacks=1,
+        recognised=1,
+        by_victim=(),
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +51,15 @@ def test_what_it_says(text, holds):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("worst.sim.max > 0.6", "did you mean 'worst.ssim'"),
-        ("wurst.ssim.max > 0.6", "did you mean 'worst'"),
+        ("worst.sim.max > 0.6", "did you mean 'worst.ssim.max'"),
+        ("wurst.ssim.max > 0.6", "did you mean 'worst.ssim.max'"),
         ("worst.ssim > 0.6", "has parts: mean"),
         ("worst.ssim.max", "no condition"),
         ("worst.ssim.max >", "write for instance"),
         ("", "write for instance"),
         ("verdict > 3", "different kinds"),
         ("worst.asr is 1", "cannot be compared"),
+        ("attacks.psnr.mean > 1", "no field"),  # of many rows: which?
         ("__import__('os').getcwd() == ''", "neither a number"),
         ("spec.__class__ == ''", "no field"),
         ("worst.asr == [x for x in stage]", "neither a number"),
@@ -57,6 +71,21 @@ def test_what_it_refuses(text, says):
     with pytest.raises(UserError, match="--fail-if") as error:
         Condition(text)
     assert says in str(error.value)
+
+
+def test_every_number_and_text_of_a_defense_can_be_asked_for():
+    wanted = {
+        f"worst.{metric}.{part}" for metric in ("psnr", "ssim", "mse", "lpips") for part in Statistic.model_fields
+    }
+    wanted |= {f"worst.identified.{part}" for part in Rate.model_fields}
+    wanted |= {f"utility.{part}" for part in UtilityRow.model_fields}
+    wanted |= {"worst.asr", "worst.recognised", "gradient.cosine", "gradient.noise_ratio", "worst.scored"}
+    for field in sorted(wanted):
+        assert Condition(f"{field} > 0").fields == {field}
+    for field in ("spec", "verdict"):
+        assert Condition(f"{field} == ''").fields == {field}
+    for field in ("stage", "counter"):
+        assert Condition(f"'' in {field}").fields == {field}
 
 
 def test_what_was_not_measured_cannot_be_checked_and_does_not_pass_silently():

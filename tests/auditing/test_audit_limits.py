@@ -42,19 +42,19 @@ def audit(digits: str, folder: Path, workers: int = 0, *, memory: int | None = N
 @linux
 def test_a_cell_that_runs_out_of_memory_is_tried_again_with_half_at_once(digits, tmp_path):
     summary = audit(digits, tmp_path / "run", 1, attacks=["audit_methods:Hungry", "ig:steps=3"], victims=2)
-    rows = {r["spec"]: r for r in summary["defenses"][0]["attacks"]}
-    assert rows["audit_methods:Hungry"]["status"] == "ok"
-    assert rows["ig:steps=3"]["status"] == "ok"
+    rows = {r.spec: r for r in summary.defenses[0].attacks}
+    assert rows["audit_methods:Hungry"].status == "ok"
+    assert rows["ig:steps=3"].status == "ok"
 
 
 @linux
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_that_never_has_enough_fails_and_the_others_go_on(digits, tmp_path, workers):
     summary = audit(digits, tmp_path / "run", workers, attacks=["audit_methods:Insatiable", "ig:steps=3"], victims=2)
-    rows = {r["spec"]: r for r in summary["defenses"][0]["attacks"]}
-    assert rows["audit_methods:Insatiable"]["status"] == "failed"
-    assert "memory" in rows["audit_methods:Insatiable"]["error"]
-    assert rows["ig:steps=3"]["status"] == "ok"
+    rows = {r.spec: r for r in summary.defenses[0].attacks}
+    assert rows["audit_methods:Insatiable"].status == "failed"
+    assert "memory" in rows["audit_methods:Insatiable"].error
+    assert rows["ig:steps=3"].status == "ok"
 
 
 def mean_psnr(found, traces) -> float:
@@ -74,10 +74,10 @@ def test_chunks_change_the_answer_by_rounding_alone(observe_victims, shapes, spe
 
 
 def test_a_small_memory_and_many_workers_give_the_same_verdict(digits, tmp_path, comparable):
-    small = audit(digits, tmp_path / "small", 2, memory=2**20, attacks="ig:steps=60,restarts=2")["defenses"][0]
-    large = audit(digits, tmp_path / "large", 0, attacks="ig:steps=60,restarts=2")["defenses"][0]
-    assert small["verdict"] == large["verdict"] == "leaks"
-    assert small["worst"]["psnr"]["mean"] == pytest.approx(large["worst"]["psnr"]["mean"], abs=0.5)
+    small = audit(digits, tmp_path / "small", 2, memory=2**20, attacks="ig:steps=60,restarts=2").defenses[0]
+    large = audit(digits, tmp_path / "large", 0, attacks="ig:steps=60,restarts=2").defenses[0]
+    assert small.verdict == large.verdict == "leaks"
+    assert small.worst.psnr.mean == pytest.approx(large.worst.psnr.mean, abs=0.5)
 
 
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])

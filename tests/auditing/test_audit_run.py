@@ -13,16 +13,17 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from gradveil import cli
+from gradveil.api import audit_case
 from gradveil.auditing.case import Case
-from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
 from gradveil.storage.files import LOCK
+from gradveil.summary import Summary
 
 
 def audit(digits: str, folder: Path, workers: int = 0, **values):
     given = {"data": digits, "defenses": "gaussian:std=3.0", "attacks": "ig:steps=60", "victims": 3, **values}
-    return run_audit(Case(make_spec(given)), folder, workers=workers).summary
+    return audit_case(Case(make_spec(given)), folder, workers=workers).summary
 
 
 def cells(folder: Path, kind: str) -> list[dict]:
@@ -38,13 +39,13 @@ def run(digits, tmp_path_factory):
 
 def test_the_attack_works_undefended_and_fails_under_strong_noise(run):
     summary, _ = run
-    none, noise = summary["defenses"]
-    assert none["verdict"] == "leaks" and none["worst"]["identified"]["rate"] == 1.0
-    assert noise["worst"]["psnr"]["max"] < none["worst"]["psnr"]["min"]
-    assert none["gradient"] == {"cosine": pytest.approx(1.0), "noise_ratio": pytest.approx(0.0)}
-    assert noise["gradient"]["noise_ratio"] > 1
-    assert summary["baseline"]["psnr"]["mean"] < none["worst"]["psnr"]["mean"]
-    assert summary["case"]["input_shape"] == [1, 12, 12] and summary["case"]["num_classes"] == 3
+    none, noise = summary.defenses
+    assert none.verdict == "leaks" and none.worst.identified.rate == 1.0
+    assert noise.worst.psnr.max < none.worst.psnr.min
+    assert none.gradient.model_dump() == {"cosine": pytest.approx(1.0), "noise_ratio": pytest.approx(0.0)}
+    assert noise.gradient.noise_ratio > 1
+    assert summary.baseline.psnr.mean < none.worst.psnr.mean
+    assert summary.case.input_shape == (1, 12, 12) and summary.case.num_classes == 3
 
 
 def test_the_folder_holds_what_it_should_and_is_closed_to_others(run):
@@ -52,7 +53,7 @@ def test_the_folder_holds_what_it_should_and_is_closed_to_others(run):
     for name in ("audit.yaml", "environment.json", "summary.json", "report.html"):
         assert (folder / name).is_file()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert Summary.read(folder) == summary
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["seed"] == 0 and environment["seconds"] > 0 and environment["packages"]["torch"]
 
@@ -85,12 +86,12 @@ def test_what_is_done_is_not_done_again_by_an_audit_with_more_attacks(run, digit
     summary = audit(digits, folder, attacks=["ig:steps=60", "audit_methods:Picky"])
     after = {p.name: p.stat().st_mtime_ns for p in (folder / "cells").iterdir()}
     assert before.items() <= after.items() and len(after) == len(before) + 2
-    rows = summary["defenses"][0]["attacks"]
-    assert [(r["spec"], r["status"]) for r in rows] == [
+    rows = summary.defenses[0].attacks
+    assert [(r.spec, r.status) for r in rows] == [
         ("ig:steps=60", "ok"),
         ("audit_methods:Picky", "not applicable"),
     ]
-    assert "it never does" in rows[1]["error"]
+    assert "it never does" in rows[1].error
     audit(digits, folder)  # as it was, for the other tests
 
 
@@ -153,13 +154,13 @@ def test_a_run_killed_as_it_began_is_taken_up(digits, tmp_path, killed_writer):
     folder = tmp_path / "run"
     killed_writer(folder / "environment.json")
     (folder / LOCK).touch()
-    assert audit(digits, folder, attacks="linear")["defenses"]
+    assert audit(digits, folder, attacks="linear").defenses
     for name in ("audit.yaml", "summary.json", "report.html"):
         (folder / name).unlink()
     for part in ("cells", "tensors"):
         shutil.rmtree(folder / part)
     assert {p.name for p in folder.iterdir()} <= {LOCK, "environment.json"}
-    assert audit(digits, folder, attacks="linear")["defenses"]
+    assert audit(digits, folder, attacks="linear").defenses
 
 
 def test_a_resumed_run_removes_what_killed_writers_left_and_keeps_what_the_user_put_there(
@@ -187,13 +188,13 @@ def test_a_second_process_is_kept_out(run, digits):
 def test_a_defense_that_breaks_is_recorded_and_the_others_go_on(digits, tmp_path):
     defenses = ["audit_methods:Broken", "audit_methods:Silent"]
     summary = audit(digits, tmp_path / "run", defenses=defenses, attacks="ig:steps=5")
-    none, broken, silent = summary["defenses"]
-    assert none["attacks"][0]["status"] == "ok"
-    assert broken["attacks"][0]["status"] == "failed" and broken["verdict"] is None
-    assert broken["attacks"][0]["error"] == "RuntimeError: this defense is broken"
-    assert any("could not be computed" in w for w in broken["warnings"])
-    assert any("all zero" in w for w in silent["warnings"])
-    assert silent["gradient"] == {"cosine": 0.0, "noise_ratio": pytest.approx(1.0)}
+    none, broken, silent = summary.defenses
+    assert none.attacks[0].status == "ok"
+    assert broken.attacks[0].status == "failed" and broken.verdict is None
+    assert broken.attacks[0].error == "RuntimeError: this defense is broken"
+    assert any("could not be computed" in w for w in broken.warnings)
+    assert any("all zero" in w for w in silent.warnings)
+    assert silent.gradient.model_dump() == {"cosine": 0.0, "noise_ratio": pytest.approx(1.0)}
     kept = {p: p.stat().st_ino for p in (tmp_path / "run" / "cells").iterdir()}
     audit(digits, tmp_path / "run", defenses=defenses, attacks="ig:steps=5")  # only what raised is tried again
     assert sum(p.stat().st_ino == inode for p, inode in kept.items()) == len(kept) - 2
@@ -201,14 +202,14 @@ def test_a_defense_that_breaks_is_recorded_and_the_others_go_on(digits, tmp_path
 
 def test_a_worker_that_dies_takes_only_its_cell_with_it(digits, tmp_path):
     summary = audit(digits, tmp_path / "run", 1, defenses="audit_methods:Deadly", attacks="ig:steps=5")
-    none, deadly = summary["defenses"]
-    assert none["attacks"][0]["status"] == "ok"
-    assert "SIGKILL" in deadly["attacks"][0]["error"]
+    none, deadly = summary.defenses
+    assert none.attacks[0].status == "ok"
+    assert "SIGKILL" in deadly.attacks[0].error
 
 
 def test_answers_that_are_not_finite_stay_in_the_average_and_are_counted(digits, tmp_path):
-    row = audit(digits, tmp_path / "run", defenses="none", attacks="audit_methods:Lost")["defenses"][0]["attacks"][0]
-    assert (row["status"], row["scored"], row["failed"]) == ("ok", 3, 1)
+    row = audit(digits, tmp_path / "run", defenses="none", attacks="audit_methods:Lost").defenses[0].attacks[0]
+    assert (row.status, row.scored, row.failed) == ("ok", 3, 1)
 
 
 def test_a_method_that_draws_from_the_global_stream_still_gives_the_same_numbers(digits, tmp_path, comparable):
@@ -221,8 +222,8 @@ def test_a_method_that_draws_from_the_global_stream_still_gives_the_same_numbers
 
 def test_a_malicious_server_has_its_own_model_and_stands_in_the_scope(digits, tmp_path):
     values = {"defenses": "none", "attacks": ["ig:steps=5", "audit_methods:Crooked"]}
-    none = audit(digits, tmp_path / "run", **values)["defenses"][0]
-    assert "a malicious server in audit_methods:Crooked" in none["scope"]
+    none = audit(digits, tmp_path / "run", **values).defenses[0]
+    assert "a malicious server in audit_methods:Crooked" in none.scope
     honest, crooked = sorted(cells(tmp_path / "run", "observe"), key=lambda c: c["attack"] or "")
     one, other = (load_file(tmp_path / "run" / c["tensors"]) for c in (honest, crooked))
     assert one.keys() == other.keys() and not torch.equal(one["0/0/update/fc.bias"], other["0/0/update/fc.bias"])
@@ -230,9 +231,9 @@ def test_a_malicious_server_has_its_own_model_and_stands_in_the_scope(digits, tm
 
 def test_images_that_a_defense_changed_are_scored_beside_the_originals(digits, tmp_path):
     values = {"defenses": "audit_methods:Darkened", "attacks": "ig:steps=60"}
-    rows = audit(digits, tmp_path / "run", **values)["defenses"][1]["attacks"]
-    assert [r["against"] for r in rows] == ["original", "fed"]
-    assert rows[1]["psnr"]["mean"] > rows[0]["psnr"]["mean"]
+    rows = audit(digits, tmp_path / "run", **values).defenses[1].attacks
+    assert [r.against for r in rows] == ["original", "fed"]
+    assert rows[1].psnr.mean > rows[0].psnr.mean
     cell = next(c for c in cells(tmp_path / "run", "attack") if c["defense"] == "audit_methods:Darkened")
     tensors = load_file(tmp_path / "run" / cell["tensors"])
     assert torch.equal(tensors["fed"], tensors["original"] * 0.5)
@@ -241,11 +242,11 @@ def test_images_that_a_defense_changed_are_scored_beside_the_originals(digits, t
 def test_batches_local_steps_repeated_updates_and_granted_secrets(digits, tmp_path):
     values = {"batch_size": 2, "local_steps": 3, "local_lr": 0.1, "updates": 2, "knowledge": "upper-bound"}
     summary = audit(digits, tmp_path / "run", defenses="none", attacks="ig:steps=5", victims=2, **values)
-    none = summary["defenses"][0]
-    row = none["attacks"][0]
-    assert (row["scored"], row["updates"], row["knowledge"]) == (4, 2, "upper-bound")
-    assert [(v["victim"], v["image"]) for v in none["worst"]["by_victim"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert row["label_accuracy"] == 1.0 and "labels" in summary["granted"]
+    none = summary.defenses[0]
+    row = none.attacks[0]
+    assert (row.scored, row.updates, row.knowledge) == (4, 2, "upper-bound")
+    assert [(v.victim, v.image) for v in none.worst.by_victim] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert row.label_accuracy == 1.0 and "labels" in summary.granted
     observed = load_file(tmp_path / "run" / cells(tmp_path / "run", "observe")[0]["tensors"])
     assert torch.equal(observed["0/0/update/fc.bias"], observed["0/1/update/fc.bias"])  # nothing random here
 
@@ -253,11 +254,11 @@ def test_batches_local_steps_repeated_updates_and_granted_secrets(digits, tmp_pa
 def test_a_trained_state_and_the_cost_in_accuracy(digits, tmp_path):
     how = {"rounds": 2, "clients": 2, "images": 40, "model": "cnn"}
     values = {"defenses": "clip:norm=0.1", "attacks": "ig:steps=3", "trained_rounds": 1, "utility": how}
-    none, clip = audit(digits, tmp_path / "run", **values)["defenses"]
-    assert none["utility"]["pdm"] == 0.0 and none["utility"]["overhead"] == 1.0
-    assert 0 <= clip["utility"]["acc_test"] <= 1
-    expected = 100 * (1 - clip["utility"]["acc_test"] / none["utility"]["acc_test"])
-    assert clip["utility"]["pdm"] == pytest.approx(expected)
+    none, clip = audit(digits, tmp_path / "run", **values).defenses
+    assert none.utility.pdm == 0.0 and none.utility.overhead == 1.0
+    assert 0 <= clip.utility.acc_test <= 1
+    expected = 100 * (1 - clip.utility.acc_test / none.utility.acc_test)
+    assert clip.utility.pdm == pytest.approx(expected)
     states = [load_file(tmp_path / "run" / c["tensors"]) for c in cells(tmp_path / "run", "train")]
     assert not torch.equal(states[0]["fc.weight"], states[1]["fc.weight"])  # each is trained under itself
     curves = [c["history"]["acc_test"] for c in cells(tmp_path / "run", "utility")]

@@ -37,7 +37,7 @@ def test_null_audits_raise_no_alarm_and_open_ones_always_do(calibration: ModuleT
             workers=0,
             quiet=True,
         )
-        verdicts = {d["spec"]: d["verdict"] for d in report.summary["defenses"]}
+        verdicts = {d.spec: d.verdict for d in report.summary.defenses}
         open_ones.append(verdicts.pop("none") == "leaks")
         alarms += [verdict == "leaks" for verdict in verdicts.values()]
     assert len(alarms) == 2 * AUDITS

@@ -16,6 +16,7 @@ from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.losses import find_loss, loss_name, takes_classes
 from gradveil.storage.updates import save_update
+from gradveil.summary import AttackRow
 
 QUICK: dict[str, Any] = {"defenses": "none", "victims": 2, "workers": 0, "quiet": True, "seed": 3}
 
@@ -43,9 +44,9 @@ def huber(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.huber_loss(outputs, targets, delta=200.0)
 
 
-def row(report: Any, attack: str, defense: str = "none") -> dict[str, Any]:
-    found = next(d for d in report.summary["defenses"] if d["spec"] == defense)
-    return next(a for a in found["attacks"] if a["spec"].partition(":")[0] == attack)
+def row(report: gv.Report, attack: str, defense: str = "none") -> AttackRow:
+    found = next(d for d in report.summary.defenses if d.spec == defense)
+    return next(a for a in found.attacks if a.spec.partition(":")[0] == attack)
 
 
 @pytest.mark.parametrize(
@@ -59,31 +60,31 @@ def test_images_are_rebuilt_under_losses_without_classes(loss: Any, targets: Cal
     )
     for attack in ("linear", "swift"):
         found = row(report, attack)
-        assert found["status"] == "ok", found
-        assert found["psnr"]["min"] > 30, (attack, found["psnr"])  # realistic: the targets were worked out
-        assert found["label_accuracy"] is None
+        assert found.status == "ok", found
+        assert found.psnr.min > 30, (attack, found.psnr)  # realistic: the targets were worked out
+        assert found.label_accuracy is None
     refused = row(report, "ggl")
-    assert refused["status"] == "not applicable"
-    assert "built for class labels" in refused["error"]
+    assert refused.status == "not applicable"
+    assert "built for class labels" in refused.error
 
 
 def test_targets_that_cannot_be_told_must_be_granted() -> None:
     how: dict[str, Any] = {"data": (images(), tags()), "model": mlp(64, 5), "loss": "multi-label", "batch_size": 2}
     report = gv.audit(attacks=["swift"], **how, **QUICK)
-    assert "grant them with --knowledge paper" in row(report, "swift")["error"]
+    assert "grant them with --knowledge paper" in row(report, "swift").error
     granted = gv.audit(attacks=["swift"], knowledge="paper", **how, **QUICK)
-    assert row(granted, "swift")["status"] == "ok"
+    assert row(granted, "swift").status == "ok"
 
 
 def test_a_model_is_trained_and_attacked_under_its_own_loss() -> None:
     how: dict[str, Any] = {"data": (images(), ages() / 90), "model": mlp(64, 1), "loss": "regression"}
     for trained in ({"trained_rounds": 1}, {"trained_epochs": 1}):
         report = gv.audit(attacks=["linear"], **how, **trained, **{**QUICK, "defenses": ["dcs2", "clip"]})
-        assert row(report, "linear")["psnr"]["min"] > 30
-        assert row(report, "linear", "clip")["status"] == "ok"
+        assert row(report, "linear").psnr.min > 30
+        assert row(report, "linear", "clip").status == "ok"
         refused = row(report, "linear", "dcs2")
-        assert refused["status"] == "not applicable"
-        assert "targets are no classes" in refused["error"]
+        assert refused.status == "not applicable"
+        assert "targets are no classes" in refused.error
 
 
 @pytest.mark.parametrize("shape", [(8, 6, 10), (2, 17, 5), (4, 9, 9), (1, 40, 33)])
@@ -91,8 +92,8 @@ def test_images_of_any_size_and_channel_count(shape: tuple[int, int, int], tmp_p
     y = torch.arange(40) % 4
     pixels = shape[0] * shape[1] * shape[2]
     report = gv.audit(data=(images(shape=shape), y), model=mlp(pixels, 4), attacks=["linear", "swift"], **QUICK)
-    assert report.summary["case"]["input_shape"] == list(shape)
-    assert row(report, "linear")["psnr"]["min"] > 30
+    assert report.summary.case.input_shape == shape
+    assert row(report, "linear").psnr.min > 30
     assert (report.save(tmp_path / "run") / "report.html").stat().st_size > 1000
 
 
@@ -185,5 +186,5 @@ def test_a_loss_on_class_numbers_of_ones_own(capsys: pytest.CaptureFixture[str])
     report = gv.audit(
         data=(images(), torch.arange(40) % 4), model=mlp(64, 4), loss=smooth, attacks=["linear", "swift"], **QUICK
     )
-    assert row(report, "swift")["status"] == "ok"
-    assert row(report, "swift")["label_accuracy"] == 1
+    assert row(report, "swift").status == "ok"
+    assert row(report, "swift").label_accuracy == 1

@@ -78,7 +78,7 @@ BAD = {
     "two trainings": (["--trained-rounds", "1", "--trained-epochs", "1"], "not both"),
     "missing data": (["--data", "nowhere/x.npz"], "no such file"),
     "missing config": (["--config", "nowhere.yaml"], "no such file"),
-    "bad condition": (["--fail-if", "worst.sim.max > 1"], "did you mean 'worst.ssim'"),
+    "bad condition": (["--fail-if", "worst.sim.max > 1"], "did you mean 'worst.ssim.max'"),
     "condition on what is not measured": (["--fail-if", "utility.pdm > 1"], "--utility"),
     "unknown option": (["--victimes", "3"], "--victimes"),
     "unknown argument": (["now"], "now"),

@@ -37,7 +37,7 @@ def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     )
     for page in pages:
         assert not fetched.search(page.read_text(encoding="utf-8")), page
-    reference = (site / "reference.html").read_text(encoding="utf-8")
+    reference = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "Play the curious server" in reference, "docstrings are in"
     assert (site / "images" / "report.png").stat().st_size > 20_000
 

@@ -160,9 +160,9 @@ def test_clopper_pearson_at_its_ends():
 
 def test_rate_beside_chance():
     identified = torch.tensor([True, False, False, True])
-    assert identification_rate(identified, 0.001)["chance"] == 0.001
+    assert identification_rate(identified, 0.001).chance == 0.001
     worst = identification_rate(identified, 0.001, attacks=7)
-    assert worst["rate"] == 0.5
-    assert (worst["low"], worst["high"]) == clopper_pearson(2, 4)
-    assert worst["chance"] == pytest.approx(0.007)
-    assert identification_rate(identified, 0.3, attacks=7)["chance"] == 1
+    assert worst.rate == 0.5
+    assert (worst.low, worst.high) == clopper_pearson(2, 4)
+    assert worst.chance == pytest.approx(0.007)
+    assert identification_rate(identified, 0.3, attacks=7).chance == 1

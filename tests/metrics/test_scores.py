@@ -1,9 +1,9 @@
-import json
 import time
 
 import pytest
 import torch
 
+from gradveil.core.results import ScoreRow
 from gradveil.core.types import Batch
 from gradveil.metrics import clopper_pearson, mse, psnr, score, score_all, ssim, summarize
 
@@ -53,7 +53,7 @@ def test_victims_may_differ_in_size(pool):
     scores = score_all([p.x for p in parts], [p.y for p in parts], [p.x for p in parts], pool=pool, against="fed")
     assert [len(s) for s in scores] == [1, 3, 2]
     assert {s.against for s in scores} == {"fed"}
-    assert summarize(scores)["scored"] == 6
+    assert summarize(scores).scored == 6
 
 
 def test_images_that_are_not_finite_fail_and_stay_in_the_average(pool):
@@ -69,17 +69,17 @@ def test_images_that_are_not_finite_fail_and_stay_in_the_average(pool):
     assert torch.allclose(scores.psnr[1:3], psnr(truth[1:3], grey))
 
     row = summarize([scores])
-    assert (row["scored"], row["failed"]) == (4, 2)
-    assert row["asr"] == 0.5
-    assert row["identified"]["rate"] == 0.5
-    assert row["psnr"]["mean"] == pytest.approx((320 + psnr(truth[1:3], grey).sum().item()) / 4)
+    assert (row.scored, row.failed) == (4, 2)
+    assert row.asr == 0.5
+    assert row.identified.rate == 0.5
+    assert row.psnr.mean == pytest.approx((320 + psnr(truth[1:3], grey).sum().item()) / 4)
 
 
 def test_a_failed_image_never_counts_as_recognised():
     grey = torch.full((1, 1, 12, 12), 0.5)
     scores = score(grey, torch.tensor([0]), torch.full_like(grey, float("nan")), pool=None)
     assert scores.ssim.item() == pytest.approx(1)
-    assert summarize([scores])["asr"] == 0
+    assert summarize([scores]).asr == 0
 
 
 def test_summary_has_the_fields_and_numbers_it_promises(pool, monkeypatch):
@@ -88,25 +88,25 @@ def test_summary_has_the_fields_and_numbers_it_promises(pool, monkeypatch):
     guess = torch.cat([noisy(truth[:3], 0.05), noisy(truth[3:], 3.0)])
     scores = score_all(truth[:, None], labels[:, None], guess[:, None], pool=pool)
     row = summarize(scores)
-    assert list(row) == ["psnr", "ssim", "mse", "lpips", "asr", "identified", "scored", "failed"]
+    assert (row.against, row.scored, row.failed, row.label_accuracy) == ("original", 8, 0, None)
     values = psnr(truth, guess).numpy()
     expected = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
-    assert row["psnr"] == pytest.approx(expected)
-    assert row["lpips"] is None
-    assert row["asr"] == (ssim(truth, guess) >= 0.6).double().mean().item() == 3 / 8
+    assert row.psnr.model_dump() == pytest.approx(expected)
+    assert row.lpips is None
+    assert row.asr == (ssim(truth, guess) >= 0.6).double().mean().item() == 3 / 8
     hits = sum(int(s.identified.sum()) for s in scores)
     assert 3 <= hits < 8
     low, high = clopper_pearson(hits, 8)
-    assert row["identified"] == pytest.approx({"rate": hits / 8, "low": low, "high": high, "chance": 1 / 250})
-    assert summarize(scores, attacks=5)["identified"]["chance"] == pytest.approx(5 / 250)
-    assert json.loads(json.dumps(row)) == row
+    assert row.identified.model_dump() == pytest.approx({"rate": hits / 8, "low": low, "high": high, "chance": 1 / 250})
+    assert summarize(scores, attacks=5).identified.chance == pytest.approx(5 / 250)
+    assert ScoreRow.model_validate_json(row.model_dump_json()) == row
 
 
 def test_without_a_pool_identification_is_unknown(pool):
     scores = score(pool.x[:2], pool.y[:2], pool.x[:2], pool=None, lpips=None)
     assert scores.identified is None
     assert scores.rank is None
-    assert summarize([scores])["identified"] is None
+    assert summarize([scores]).identified is None
     assert scores.lpips is None
 
 
@@ -117,7 +117,7 @@ def test_chance_is_the_mean_over_images(pool):
     small = score(uneven.x[498:], uneven.y[498:], uneven.x[498:], pool=uneven[:-1])
     assert large.chance == pytest.approx(1 / 300)
     assert small.chance == pytest.approx((1 / 499 + 1 / 500) / 2)
-    assert summarize([large, small])["identified"]["chance"] == pytest.approx((1 / 300 + 1 / 499 + 1 / 500) / 3)
+    assert summarize([large, small]).identified.chance == pytest.approx((1 / 300 + 1 / 499 + 1 / 500) / 3)
 
 
 def test_nothing_to_summarize_is_an_error():

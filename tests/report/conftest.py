@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.stats import beta
 
+from gradveil.summary import Summary
+
 Images = NDArray[np.float32]
+SCOPE = "lenet on mnist-5k, an untrained model, batches of 1 image, one gradient per update, 4 victims"
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Plan:
     tensors: bool = True
     against: Sequence[str] = ("original",)
     images: Images | None = None
-    class_names: list[str] | None = None
+    class_names: list[str] = field(default_factory=list)
     case: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # top-level fields of the summary
 
@@ -60,7 +63,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
     for d, (defense, leak) in enumerate(plan.leak.items()):
         fed = np.clip(original[..., ::-1], 0, 1).copy() if "loda" in defense else original
         rows, hits = [], np.zeros(number, bool)
-        psnrs, ssims = np.zeros(number), np.zeros(number)
+        psnrs, ssims = np.zeros(number), np.full(number, -2.0)
         by_victim: list[dict[str, Any]] = [{} for _ in range(number)]
         for a, (attack, strength) in enumerate(plan.strength.items()):
             key = f"cell-{d:02d}-{a:02d}"
@@ -72,7 +75,10 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             identified = np.full(number, share > 0.3) & (rng.random(number) < 0.2 + share)
             better = identified & ~hits | (identified == hits) & (ssim > ssims)
             for i in np.flatnonzero(better):
-                by_victim[i] = {"victim": int(i // plan.batch), "attack": attack, "psnr": float(psnr[i])}
+                by_victim[i] = {
+                    "victim": int(i // plan.batch), "image": int(i % plan.batch), "attack": attack,
+                    "psnr": float(psnr[i]), "ssim": float(ssim[i]), "identified": bool(identified[i]),
+                }  # fmt: skip
             psnrs, ssims, hits = np.maximum(psnrs, psnr), np.maximum(ssims, ssim), hits | identified
             row = {
                 "spec": attack, "status": "ok", "adaptive": attack.startswith(defense.partition(":")[0]),
@@ -84,7 +90,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             rows += [{**row, "against": truth} for truth in plan.against]
             victims = [
                 {"victim": i // plan.batch, "image": i % plan.batch, "psnr": float(psnr[i]), "ssim": float(ssim[i]),
-                 "mse": float(mse[i]), "lpips": None, "identified": bool(identified[i]), "rank": 1,
+                 "mse": float(mse[i]), "lpips": None, "identified": bool(identified[i]), "rank": 1, "failed": False,
                  "label": int(labels[i]), "label_guess": int(labels[i])}
                 for i in range(number)
             ]  # fmt: skip
@@ -93,7 +99,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             cell = {
                 "key": key, "kind": "attack", "defense": defense, "attack": attack, "status": "ok", "rows": rows[-1:],
                 "victims": victims, "history": {"objective": objective, "step": steps}, "seconds": 4.2,
-                "iterations": 300,
+                "iterations": 300, "tensors": None,
             }  # fmt: skip
             if plan.tensors:
                 cell["tensors"] = f"tensors/{key}.safetensors"
@@ -101,7 +107,9 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
                 save_file(tensors, folder / "tensors" / f"{key}.safetensors")
             _write(folder / "cells" / f"{key}.json", cell)
         worst = {
-            "psnr": stats(psnrs), "ssim": stats(ssims), "asr": float((ssims >= 0.6).mean()),
+            "psnr": stats(psnrs), "ssim": stats(ssims), "mse": stats(10 ** (-psnrs / 10)), "lpips": None,
+            "asr": float((ssims >= 0.6).mean()), "scored": number, "failed": 0, "attacks": len(plan.strength),
+            "recognised": int((hits & (ssims >= 0.6)).sum()),
             "identified": interval(int(hits.sum()), number, 0.005 * len(plan.strength)), "by_victim": by_victim,
         }  # fmt: skip
         accuracy = 0.93 - 0.04 * d
@@ -109,18 +117,23 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             "spec": defense, "stage": ["update"], "counter": [], "attacks": rows, "worst": worst,
             "utility": None, "gradient": {"cosine": 1 - 0.1 * d, "noise_ratio": 0.1 * d},
             "verdict": plan.verdict.get(defense) or ("leaks" if hits.any() else "no leak shown"),
+            "scope": SCOPE, "warnings": [],
         }  # fmt: skip
         if plan.utility:
             pdm = 100 * (0.93 - accuracy) / 0.93
-            entry["utility"] = {"acc_test": accuracy, "acc_train": accuracy + 0.01, "pdm": pdm, "overhead": 1 + 0.2 * d}
+            entry["utility"] = {"acc_test": accuracy, "acc_train": accuracy + 0.01, "acc_sensitive": None, "pdm": pdm,
+                                "seconds_per_round": 2 + 0.4 * d, "overhead": 1 + 0.2 * d}  # fmt: skip
             curve = [accuracy * (1 - np.exp(-r / 4)) for r in range(1, 21)]
-            cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "history": {"acc_test": curve}}
+            cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "attack": "", "tensors": None,
+                    "history": {"acc_test": curve}}  # fmt: skip
             _write(folder / "cells" / f"utility-{d:02d}.json", cell)
         defenses.append(entry)
     summary = {
-        "schema": 1, "gradveil": "0.1.0", "suite": "standard-v1",
+        "schema": 2, "gradveil": "0.2.0", "suite": "standard-v2", "scope": SCOPE, "warnings": [],
+        "granted": ["the model and every update that is sent"], "not_tested": ["a trained model"],
         "case": {"data": "mnist-5k", "model": "lenet", "victims": plan.victims, "batch_size": plan.batch,
-                 "local_steps": 1, "trained_rounds": 0, "knowledge": "realistic", "seed": 0,
+                 "local_steps": 1, "local_lr": 0.01, "trained_rounds": 0, "trained_epochs": 0, "updates": 1,
+                 "knowledge": "realistic", "budget": "quick", "seed": 0,
                  "input_shape": list(plan.shape), "num_classes": 3, "class_names": plan.class_names, **plan.case},
         "defenses": defenses,
         "baseline": {"psnr": stats(np.array([9.0, 10.0])), "ssim": stats(np.array([0.1, 0.2])),
@@ -129,7 +142,11 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
         **plan.extra,
     }  # fmt: skip
     _write(folder / "summary.json", summary)
-    _write(folder / "environment.json", {"gradveil": "0.1.0", "versions": {"torch": "2.13.0"}, "seconds": 83.2})
+    environment = {
+        "case": "0123456789abcdef", "data_sha256": "d" * 64, "model_sha256": "e" * 64, "seed": 0, "gradveil": "0.2.0",
+        "python": "3.11.2", "packages": {"torch": "2.13.0"}, "platform": "Linux", "cpus": 2, "seconds": 83.2,
+    }  # fmt: skip
+    _write(folder / "environment.json", environment)
     (folder / "audit.yaml").write_text("data: mnist-5k\nmodel: lenet\nseed: 0\n")
     return folder
 
@@ -156,6 +173,12 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         return make_run(tmp_path / f"run-{number}", Plan(**fields))
 
     return make
+
+
+@pytest.fixture
+def parsed() -> Callable[[dict[str, Any]], Summary]:
+    """A summary as the verdict makes it, of what a test has made of one."""
+    return lambda summary: Summary.model_validate(summary, strict=False)
 
 
 @pytest.fixture

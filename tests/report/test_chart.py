@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,27 +12,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil.report import chart
-from gradveil.report.view import SummaryView
+from gradveil.storage.run_folder import StoredCell
+from gradveil.summary import Summary
+
+Made = Callable[..., chart.Scatter]
+Parsed = Callable[[dict[str, Any]], Summary]
 
 
-def made(points: dict[str, tuple[float, float]], utility: bool = True) -> chart.Scatter:
+@pytest.fixture
+def made(parsed: Parsed, summary: dict[str, Any]) -> Made:
     """Defenses by name, each with a rate and a cost (PDM in percent, or one minus the cosine)."""
-    defenses = [
-        {
-            "spec": spec,
-            "verdict": "leaks",
-            "utility": {"acc_test": 0.5, "pdm": cost} if utility else None,
-            "gradient": {"cosine": 1 - cost},
-            "worst": {"identified": {"rate": rate, "low": rate / 2, "high": (1 + rate) / 2}},
-        }
-        for spec, (rate, cost) in points.items()
-    ]
-    found = chart.privacy_utility(SummaryView.read({"defenses": defenses}))
-    assert found is not None
-    return found
+    (template, *_) = summary["defenses"]
+
+    def make(points: dict[str, tuple[float, float]], utility: bool = True) -> chart.Scatter:
+        summary["defenses"] = [
+            {
+                **template,
+                "spec": spec,
+                "utility": {**template["utility"], "pdm": cost} if utility else None,
+                "gradient": {"cosine": 1 - cost, "noise_ratio": None},
+                "worst": {
+                    **template["worst"],
+                    "identified": {"rate": rate, "low": rate / 2, "high": (1 + rate) / 2, "chance": 0.01},
+                },
+            }
+            for spec, (rate, cost) in points.items()
+        ]
+        scatter = chart.privacy_utility(parsed(summary))
+        assert scatter is not None
+        return scatter
+
+    return make
 
 
-def test_points_stand_where_their_numbers_say() -> None:
+def test_points_stand_where_their_numbers_say(made: Made) -> None:
     scatter = made({"none": (1.0, 0.0), "a": (0.5, 10.0), "b": (0.0, 20.0)})
     none, a, b = scatter.points
     assert (none.x, none.y) == (scatter.left, scatter.top)
@@ -48,30 +59,31 @@ def test_points_stand_where_their_numbers_say() -> None:
     )
 
 
-def test_without_utility_the_cosine_is_the_cost_and_unchanged_is_left() -> None:
+def test_without_utility_the_cosine_is_the_cost_and_unchanged_is_left(made: Made) -> None:
     scatter = made({"none": (1.0, 0.0), "a": (0.5, 0.4)}, utility=False)
     assert "cosine" in scatter.x_title
     assert scatter.x_ticks[0].text == "1.00"
     assert scatter.points[0].x == scatter.left < scatter.points[1].x
 
 
-def test_nothing_measured_is_no_chart() -> None:
-    assert chart.privacy_utility(SummaryView.read({"defenses": [{"spec": "a", "worst": None}]})) is None
+def test_nothing_measured_is_no_chart(parsed: Parsed, summary: dict[str, Any]) -> None:
+    for defense in summary["defenses"]:
+        defense["worst"] = None
+    assert chart.privacy_utility(parsed(summary)) is None
 
 
-def test_defenses_without_a_cost_are_named_not_dropped(run: Callable[..., Path]) -> None:
-    summary = json.loads((run() / "summary.json").read_text())
+def test_defenses_without_a_cost_are_named_not_dropped(parsed: Parsed, summary: dict[str, Any]) -> None:
     summary["defenses"][2]["utility"] = None
-    scatter = chart.privacy_utility(SummaryView.read(summary))
+    scatter = chart.privacy_utility(parsed(summary))
     assert scatter is not None and scatter.missing == ["precode"]
 
 
-def test_points_on_one_spot_share_a_label() -> None:
+def test_points_on_one_spot_share_a_label(made: Made) -> None:
     scatter = made({"a": (1.0, 0.0), "b": (1.0, 0.0), "c": (0.0, 9.0)})
     assert [p.label for p in scatter.points] == ["a, b", "", "c"]
 
 
-def test_many_defenses_are_numbered_and_labels_keep_apart() -> None:
+def test_many_defenses_are_numbered_and_labels_keep_apart(made: Made) -> None:
     scatter = made({f"d{i}": ((i * 5 % 14) / 14, i * 2.0) for i in range(14)})
     assert scatter.numbered and scatter.points[4].label == "5"
     spots = [(p.label_x, p.label_y) for p in scatter.points]
@@ -96,9 +108,7 @@ def test_objectives_falling_far_are_drawn_logarithmically_with_their_ends() -> N
     assert max(steps) - min(steps) < 0.05, "equal ratios are equal steps"
 
 
-@pytest.mark.parametrize(
-    "history", [None, {}, {"objective": []}, {"objective": [1.0]}, {"objective": [None, math.nan, 1.0]}]
-)
+@pytest.mark.parametrize("history", [{}, {"objective": []}, {"objective": [1.0]}, {"objective": [None, None, 1.0]}])
 def test_no_curve_without_two_values(history: Any) -> None:
     assert chart.objective_curve(history) is None
 
@@ -110,12 +120,11 @@ def test_long_histories_are_thinned_but_keep_both_ends() -> None:
 
 
 def test_accuracy_lines_follow_the_summary_and_ignore_other_audits() -> None:
-    view = SummaryView.read({"defenses": [{"spec": "none"}, {"spec": "a"}]})
-    cells: list[dict[str, Any]] = [
-        {"defense": name, "history": {"acc_test": values}}
-        for name, values in (("a", [0.2, None, 0.6]), ("none", [0.2, 0.8, 1.0]), ("old", [0.9]))
+    cells = [
+        StoredCell(key=name, kind="utility", defense=name, attack="", tensors=None, history={"acc_test": values})
+        for name, values in (("a", (0.2, None, 0.6)), ("none", (0.2, 0.8, 1.0)), ("old", (0.9,)))
     ]
-    lines = chart.accuracy_curves(cells, view)
+    lines = chart.accuracy_curves(cells, ["none", "a"])
     assert lines is not None
     assert [(line.name, line.last, len(line.path.split())) for line in lines.lines] == [("none", 1.0, 3), ("a", 0.6, 2)]
     top = float(lines.lines[0].path.split()[-1].split(",")[1])

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import gradveil as gv
+from gradveil.api import compare
 from gradveil.core.errors import UserError
-from gradveil.report import compare as module
-from gradveil.report.compare import Change, DefenseChange, compare, write_comparison
+from gradveil.report.compare import Change, DefenseChange
+from gradveil.report.intervals import paired_shares, two_shares
 
 LEAKY = {"none": 1.0, "precode": 0.9}
 TIGHT = {"none": 1.0, "precode": 0.0}
@@ -92,6 +94,13 @@ def test_other_cases_are_refused_by_name_unless_allowed(run: Callable[..., Path]
         compare(a, b, across=["colour"])
 
 
+def test_reports_are_compared_as_their_folders_are(run: Callable[..., Path]) -> None:
+    a, b = run(leak=LEAKY), run(leak=TIGHT)
+    assert gv.compare(gv.Report.load(a), gv.Report.load(b)) == gv.compare(a, str(b))
+    with pytest.raises(UserError, match="no folder"):
+        gv.compare(gv.Report(gv.Report.load(a).summary), b)
+
+
 def test_other_content_under_the_same_name_is_refused(run: Callable[..., Path]) -> None:
     a, b = run(), run()
     for folder, digest in ((a, "1" * 64), (b, "2" * 64)):
@@ -113,11 +122,11 @@ def test_what_is_in_one_run_only_is_said(run: Callable[..., Path]) -> None:
 def test_the_page_is_text_and_fetches_nothing(run: Callable[..., Path], tmp_path: Path) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     a, b = run(leak={"none": 1.0, hostile: 0.9}), run(leak={"none": 1.0, hostile: 0.0})
-    page = write_comparison(compare(a, b), tmp_path / "deep" / "page.html").read_text()
+    page = compare(a, b).save(tmp_path / "deep" / "page.html").read_text()
     assert "<img" not in page and "&lt;img" in page and "leaks less" in page
     assert "http:" not in page and "https:" not in page and "<script" not in page
     with pytest.raises(UserError, match="is a folder"):
-        write_comparison(compare(a, b), tmp_path)
+        compare(a, b).save(tmp_path)
 
 
 @pytest.mark.parametrize("n", [8, 30])
@@ -128,9 +137,9 @@ def test_intervals_of_shares_hold_what_they_promise(n: int) -> None:
         paired = two = 0
         for _ in range(600):
             a, b = (rng.random(n) < p).astype(float), (rng.random(n) < q).astype(float)
-            low, high = module.two_shares(a, b)
+            low, high = two_shares(a, b)
             two += low <= q - p <= high
-            low, high = module.paired_shares(b - a)
+            low, high = paired_shares(b - a)
             paired += low <= q - p <= high
         assert paired >= 0.92 * 600 and two >= 0.92 * 600
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import stat
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from gradveil.core.errors import UserError
 from gradveil.report import pictures, write_report
 from gradveil.report.html import PictureMode
+from gradveil.storage.run_folder import RunFolder
+from gradveil.summary import CaseFacts, Summary
 
 Run = Callable[..., Path]
 HOSTILE = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{7*7}}"
@@ -90,7 +93,7 @@ def test_both_readers_find_their_part(run: Run) -> None:
         "For a data-protection impact assessment",
         "no update at all",
         "gradveil audit --data mnist-5k --model lenet --seed 0",
-        "versions.torch 2.13.0",
+        "packages.torch 2.13.0",
         "data: mnist-5k",
     ):
         assert words in page.text
@@ -109,37 +112,47 @@ def test_failed_and_inapplicable_rows_stay_visible_with_their_reason(run: Run) -
     def change(summary: dict[str, Any]) -> None:
         first, second, _ = summary["defenses"][1]["attacks"]
         first.update(status="failed", error="the loss was not finite", identified=None, psnr=None, ssim=None, mse=None)
-        second.update(status="not applicable", error="needs labels", identified=None, psnr={}, seconds=None)
+        second.update(status="not applicable", error="needs labels", identified=None, psnr=None, seconds=None)
 
     text = page_of(edit(run(), change)).text
     assert "failed the loss was not finite" in text and "not applicable needs labels" in text
     assert "ig against prune:ratio=0.9: failed (the loss was not finite)" in text
 
 
-def test_everything_optional_may_be_missing(tmp_path: Path) -> None:
-    row = {"spec": "ig", "status": "ok"}
-    bare = {"schema": 1, "case": {}, "defenses": [{"spec": "a", "utility": None, "worst": None, "attacks": [row]}]}
-    (tmp_path / "summary.json").write_text(json.dumps(bare))
-    text = page_of(tmp_path).text
+def test_only_the_summary_must_be_there(run: Run, tmp_path: Path) -> None:
+    def change(summary: dict[str, Any]) -> None:
+        summary["defenses"] = summary["defenses"][1:]
+        summary["defenses"][0].update(verdict=None, worst=None, utility=None)
+
+    file = edit(run(), change) / "summary.json"
+    (tmp_path / "bare").mkdir()
+    text = page_of(file.rename(tmp_path / "bare" / "summary.json").parent).text
     assert "not judged" in text and "This run stored no pictures." in text and "no undefended control" in text
+    assert "This run stored no environment." in text
 
 
-def test_null_everywhere_is_no_error(run: Run) -> None:
+def test_what_was_not_measured_is_no_error(run: Run) -> None:
     def change(summary: dict[str, Any]) -> None:
         for defense in summary["defenses"]:
-            defense.update(utility=None, gradient=None, worst=None, verdict=None, warnings=None, scope=None)
+            defense.update(utility=None, gradient=None, worst=None, verdict=None)
             for row in defense["attacks"]:
-                row.update({k: None for k in row if k != "spec"})
-        summary.update(baseline=None, command=None, granted=None, not_tested=None, warnings=None)
+                row.update(dict.fromkeys(("psnr", "ssim", "mse", "lpips", "asr", "identified", "label_accuracy")))
+                row.update(seconds=None, iterations=None)
+        summary.update(baseline=None, command=None)
 
     assert "Neither accuracy nor gradient cosine was measured" in page_of(edit(run(), change)).text
+
+
+def test_only_its_owner_can_read_the_page(run: Run) -> None:
+    assert stat.S_IMODE(write_report(run()).stat().st_mode) == 0o600
 
 
 def test_cells_of_other_audits_in_the_folder_are_ignored(run: Run) -> None:
     folder = run()
     (folder / "cells" / "old.json").write_text(
-        json.dumps({"key": "old", "kind": "attack", "defense": "none", "attack": "forgotten",
-                    "victims": [{"victim": 9, "image": 0, "psnr": 99.0, "ssim": 1.0, "identified": True}]})
+        json.dumps({"key": "old", "kind": "attack", "defense": "none", "attack": "forgotten", "tensors": None,
+                    "victims": [{"victim": 9, "image": 0, "psnr": 99.0, "ssim": 1.0, "mse": 0.0, "lpips": None,
+                                 "identified": True, "rank": 1, "failed": False}]})
     )  # fmt: skip
     text = page_of(folder).text
     assert "forgotten" not in text and "victim 9" not in text
@@ -170,7 +183,6 @@ def test_hostile_words_are_shown_as_words(run: Run) -> None:
         leak={"none": 1.0, HOSTILE: 0.5, "loda": 0.0},
         strength={"ig": 1.0, HOSTILE: 0.8},
         class_names=[HOSTILE] * 3,
-        verdict={HOSTILE: HOSTILE},
         case={"data": HOSTILE, "model": HOSTILE, "knowledge": HOSTILE},
         extra=dict.fromkeys(("suite", "gradveil", "command", "scope"), HOSTILE)
         | {key: [HOSTILE] for key in ("granted", "not_tested", "warnings")},
@@ -179,11 +191,13 @@ def test_hostile_words_are_shown_as_words(run: Run) -> None:
     def change(summary: dict[str, Any]) -> None:
         for defense in summary["defenses"]:
             defense.update(warnings=[HOSTILE], scope=HOSTILE, stage=[HOSTILE], counter=[HOSTILE])
-            defense["attacks"][0].update(error=HOSTILE, against=HOSTILE, knowledge=HOSTILE)
+            defense["attacks"][0].update(error=HOSTILE, knowledge=HOSTILE)
 
     edit(folder, change)
     (folder / "audit.yaml").write_text(HOSTILE)
-    (folder / "environment.json").write_text(json.dumps({HOSTILE: {HOSTILE: [HOSTILE]}}))
+    environment = json.loads((folder / "environment.json").read_text())
+    hostile = {"platform": HOSTILE, "packages": {HOSTILE: HOSTILE}}
+    (folder / "environment.json").write_text(json.dumps(environment | hostile))
     page = page_of(folder)
     assert len(page.scripts) == 1 and not page.of("img")
     assert len(re.findall(r"</style>", page.source)) == 2 and page.source.count("</script>") == 1
@@ -191,7 +205,12 @@ def test_hostile_words_are_shown_as_words(run: Run) -> None:
 
 
 def test_a_lone_surrogate_in_a_name_does_not_cost_the_page(run: Run) -> None:
-    assert "Verdicts" in page_of(run(leak={"none": 1.0, "a\ud800": 0.0})).text
+    """A path may hold bytes that are no UTF-8; Python keeps them as surrogates."""
+    folder = run()
+    summary = Summary.read(folder)
+    case = CaseFacts.model_validate({**dict(summary.case), "data": "a\ud800", "class_names": ("b\udcff",)})
+    RunFolder(folder).finish(summary.model_copy(update={"case": case}), 1.0)
+    assert "on a?" in page_of(folder).text and Summary.read(folder).case.class_names == ("b?",)
 
 
 def test_a_cell_cannot_point_out_of_its_folder(run: Run) -> None:
@@ -295,8 +314,11 @@ def test_a_broken_tensor_file_is_told_not_hidden(run: Run) -> None:
 
 
 def test_values_that_are_not_finite_can_be_drawn(run: Run) -> None:
-    folder = run(images=np.full((4, 1, 12, 12), np.nan, np.float32))
-    assert tiles(page_of(folder), 0).shape == (12, 48)
+    folder = run(images=np.full((4, 1, 12, 12), 0.5, np.float32))
+    for file in (folder / "tensors").iterdir():
+        save_file({name: np.full_like(images, np.nan) for name, images in load_file(file).items()}, file)
+    drawn = tiles(page_of(folder), 0)
+    assert drawn.shape == (12, 48) and set(drawn.flatten()) == {128}
 
 
 # -- writing and reading ----------------------------------------------------------------------------------------------

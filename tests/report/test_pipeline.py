@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -10,12 +11,18 @@ import pytest
 
 from gradveil.core.errors import UserError
 from gradveil.report.pipeline import github_annotations, write_junit
+from gradveil.summary import Summary
 
+Parsed = Callable[[dict[str, Any]], Summary]
 CONDITION = 'worst.ssim.max > 0.6 and spec != "none"'
 
 
-def test_a_suite_a_defense_and_failures_where_conditions_hold(summary: dict[str, Any], tmp_path: Path) -> None:
-    file = write_junit(summary, {CONDITION: ["prune:ratio=0.9"], "worst.asr > 2": []}, tmp_path / "deep" / "junit.xml")
+def test_a_suite_a_defense_and_failures_where_conditions_hold(
+    parsed: Parsed, summary: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_junit(
+        parsed(summary), {CONDITION: ["prune:ratio=0.9"], "worst.asr > 2": []}, tmp_path / "deep" / "junit.xml"
+    )
     root = ET.parse(file).getroot()
     suites = {s.get("name"): s for s in root.iter("testsuite")}
     assert list(suites) == ["none", "prune:ratio=0.9", "precode"]
@@ -33,20 +40,22 @@ def test_a_suite_a_defense_and_failures_where_conditions_hold(summary: dict[str,
     assert verdicts == {"no leak shown"}
 
 
-def test_a_leak_without_a_condition_is_told_but_does_not_fail(summary: dict[str, Any], tmp_path: Path) -> None:
-    root = ET.parse(write_junit(summary, {}, tmp_path / "junit.xml")).getroot()
+def test_a_leak_without_a_condition_is_told_but_does_not_fail(
+    parsed: Parsed, summary: dict[str, Any], tmp_path: Path
+) -> None:
+    root = ET.parse(write_junit(parsed(summary), {}, tmp_path / "junit.xml")).getroot()
     assert root.get("failures") == "0"
     assert {p.get("value") for p in root.iter("property") if p.get("name") == "verdict"} >= {"leaks"}
 
 
 def test_attacks_that_broke_are_errors_and_those_that_do_not_apply_are_skipped(
-    summary: dict[str, Any], tmp_path: Path
+    parsed: Parsed, summary: dict[str, Any], tmp_path: Path
 ) -> None:
     rows = summary["defenses"][1]["attacks"]
     rows[0].update(status="failed", error="ValueError: 1 < 2 & \x00\x1b[31m \ud800 ]]>")
     rows[1].update(status="not applicable", error="needs a <linear> layer")
     summary["defenses"][1]["spec"] = 'a"b<c>&\x07'
-    root = ET.parse(write_junit(summary, {"spec == 'x'": []}, tmp_path / "junit.xml")).getroot()
+    root = ET.parse(write_junit(parsed(summary), {"spec == 'x'": []}, tmp_path / "junit.xml")).getroot()
     assert (root.get("errors"), root.get("skipped")) == ("1", "1")
     (error,), (skipped,) = root.iter("error"), root.iter("skipped")
     assert error.get("message", "").startswith("ValueError: 1 < 2 & \ufffd\ufffd[31m")
@@ -54,15 +63,15 @@ def test_attacks_that_broke_are_errors_and_those_that_do_not_apply_are_skipped(
     assert 'a"b<c>&\ufffd' in {s.get("name") for s in root.iter("testsuite")}
 
 
-def test_a_folder_is_no_file(summary: dict[str, Any], tmp_path: Path) -> None:
+def test_a_folder_is_no_file(parsed: Parsed, summary: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder"):
-        write_junit(summary, {}, tmp_path)
+        write_junit(parsed(summary), {}, tmp_path)
 
 
-def test_annotations_are_one_escaped_line_each(summary: dict[str, Any]) -> None:
+def test_annotations_are_one_escaped_line_each(parsed: Parsed, summary: dict[str, Any]) -> None:
     summary["warnings"] = ["100% sure?\n::error::forged"]
     summary["defenses"][2]["verdict"] = "leaks"
-    lines = list(github_annotations(summary, {"worst.asr > 0.5": ["prune:ratio=0.9"]}))
+    lines = list(github_annotations(parsed(summary), {"worst.asr > 0.5": ["prune:ratio=0.9"]}))
     assert lines[0].startswith("::error title=prune%3Aratio=0.9%3A worst.asr > 0.5::Updates leak")
     assert "%25" in lines[0] and lines[1].startswith("::warning title=precode leaks::")
     assert not any(line.startswith("::warning title=none") for line in lines), "the control is meant to leak"
@@ -70,7 +79,7 @@ def test_annotations_are_one_escaped_line_each(summary: dict[str, Any]) -> None:
     assert not any("\n" in line or "\r" in line for line in lines)
 
 
-def test_a_name_cannot_end_the_title(summary: dict[str, Any]) -> None:
+def test_a_name_cannot_end_the_title(parsed: Parsed, summary: dict[str, Any]) -> None:
     summary["defenses"][1]["spec"] = "a,file=x::b%0A\nc"
-    (line,) = github_annotations(summary, {"worst.asr > 0": ["a,file=x::b%0A\nc"]})
+    (line,) = github_annotations(parsed(summary), {"worst.asr > 0": ["a,file=x::b%0A\nc"]})
     assert line.startswith("::error title=a%2Cfile=x%3A%3Ab%250A%0Ac%3A worst.asr > 0::")

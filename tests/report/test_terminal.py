@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gradveil.report import print_summary, table
+from gradveil.summary import Summary
 
 
 def shown(summary: dict[str, Any], width: int = 120, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, **options)
-    print_summary(summary, console)
+    print_summary(Summary.model_validate(summary, strict=False), console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
@@ -51,11 +53,11 @@ def test_names_are_neither_markup_nor_commands_to_the_terminal(summary: dict[str
     assert "[red]a[/]" in text and "[link=x]b[/link]" in text and "\x1b" not in text and "\x07" not in text
 
 
-def test_columns_follow_what_was_measured(summary: dict[str, Any]) -> None:
-    assert "PDM" in [c.header for c in table(summary).columns]
+def test_columns_follow_what_was_measured(parsed: Callable[[dict[str, Any]], Summary], summary: dict[str, Any]) -> None:
+    assert "PDM" in [c.header for c in table(parsed(summary)).columns]
     for defense in summary["defenses"]:
         defense["utility"] = None
-    headers = [c.header for c in table(summary).columns]
+    headers = [c.header for c in table(parsed(summary)).columns]
     assert "PDM" not in headers and "cosine" in headers
     assert "0.80" in shown(summary)
 
@@ -66,6 +68,8 @@ def test_all_leaking_is_said_once(summary: dict[str, Any]) -> None:
     assert shown(summary).count("All 2 audited defenses leak") == 1
 
 
-def test_a_bare_summary_is_printed_too() -> None:
-    bare = {"schema": 1, "defenses": [{"spec": "a", "verdict": None, "attacks": [], "worst": None}], "baseline": None}
-    assert "not judged" in shown(bare)
+def test_what_was_not_measured_is_printed_too(summary: dict[str, Any]) -> None:
+    for defense in summary["defenses"]:
+        defense |= {"verdict": None, "attacks": [], "worst": None, "utility": None, "gradient": None}
+    summary["baseline"] = None
+    assert shown(summary).count("not judged") == 3

@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_copied_is_refused(shapes):
 def test_other_precisions_are_audited_in_single(shapes, kind):
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).to(kind)
     report = gv.audit(shapes, model, "none", "linear", victims=1, quiet=True)
-    assert report.summary["defenses"][0]["attacks"][0]["status"] == "ok"
+    assert report.summary.defenses[0].attacks[0].status == "ok"
 
 
 class OnceOnly(torch.autograd.Function):
@@ -188,8 +188,8 @@ class OnceOnly(torch.autograd.Function):
 
 def test_without_second_derivatives_the_attack_fails_in_one_line(shapes):
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3), Apply())
-    row = gv.audit(shapes, model, "none", "ig:steps=2", victims=1, quiet=True).summary["defenses"][0]["attacks"][0]
-    assert row["status"] == "failed" and row["error"] and "\n" not in row["error"]
+    row = gv.audit(shapes, model, "none", "ig:steps=2", victims=1, quiet=True).summary.defenses[0].attacks[0]
+    assert row.status == "failed" and row.error and "\n" not in row.error
 
 
 class Apply(nn.Module):

@@ -22,12 +22,12 @@ from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL, UtilityTraining
-from gradveil.auditing.store import RunFolder
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import seeded
+from gradveil.core.results import GradientChange, ImageScores
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
@@ -35,6 +35,7 @@ from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
+from gradveil.storage.run_folder import Outcome, RunFolder, StoredCell
 
 
 @dataclass
@@ -62,35 +63,36 @@ class Work:
     def needed(self, kind: str) -> Tensors | None:
         """The tensors of the cell of this kind that was waited for."""
         for key in self.cell.needs:
-            if self.folder.outcome(key)["kind"] == kind:
+            if self.folder.outcome(key).kind == kind:
                 return self.folder.tensors(key)
         return None
 
 
-def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> dict[str, Any]:
+def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> StoredCell:
     """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on.
 
     A first try that runs out of memory raises `OutOfMemory`, and nothing is stored.
     """
-    blocked = next((found for key in cell.needs if (found := folder.outcome(key))["status"] != "ok"), None)
+    blocked = next((needed for key in cell.needs if (needed := folder.outcome(key)).status != "ok"), None)
     if blocked:
-        why = {"status": blocked["status"], "error": blocked["error"], "traceback": blocked.get("traceback")}
-        return folder.write(cell, why)
+        return folder.write(cell, Outcome(status=blocked.status, error=blocked.error, traceback=blocked.traceback))
     begun = time.perf_counter()
     try:
         # A method that draws from torch's global stream must not depend on what ran before it in this process.
         with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
-            content, tensors = _DO[cell.kind](Work(cell, case, folder, progress, limits))
+            outcome, tensors = _DO[cell.kind](Work(cell, case, folder, progress, limits))
     except DiskFull:  # no fault of the method's, and nothing can be stored
         raise
     except UserError as error:  # a method that says it does not fit here
-        return folder.write(cell, {"status": "not applicable", "error": str(error)})
+        return folder.write(cell, Outcome(status="not applicable", error=str(error)))
     except (Exception, SystemExit) as error:  # a user's model may do anything
         if out_of_memory(error) and not limits.second_try:
             raise OutOfMemory(str(error)) from None
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        return folder.write(cell, {"status": "failed", "error": line[:300], "traceback": traceback.format_exc()})
-    return folder.write(cell, {"seconds": time.perf_counter() - begun, **content}, tensors)
+        return folder.write(cell, Outcome(status="failed", error=line[:300], traceback=traceback.format_exc()))
+    if outcome.seconds is None:
+        outcome = outcome.model_copy(update={"seconds": time.perf_counter() - begun})
+    return folder.write(cell, outcome, tensors)
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Result = tuple[dict[str, Any], Tensors | None]
+Result = tuple[Outcome, Tensors | None]
 
 
 # -- observe: what the clients send ----------------------------------------------------------------------------------
@@ -138,13 +140,13 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
                 reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)
-    content = {
-        "gradient": _mean_change(changes),
-        "changes": [c and {"cosine": finite(c[0]), "noise_ratio": finite(c[1])} for c in changes],  # victim by victim
-        "zero_updates": silent,
-        "broken_updates": broken,
-    }
-    return content, stored
+    outcome = Outcome(
+        gradient=_mean_change(changes),
+        changes=tuple(c and GradientChange(cosine=finite(c[0]), noise_ratio=finite(c[1])) for c in changes),
+        zero_updates=silent,
+        broken_updates=broken,
+    )
+    return outcome, stored
 
 
 def _client(work: Work, task: Task, state: Tensors, defense: Defense) -> Client:
@@ -163,12 +165,12 @@ def _change(sent: Tensors, plain: Tensors) -> tuple[float, float] | None:
     return float(cosine.clamp(-1, 1)), float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
 
 
-def _mean_change(changes: Sequence[tuple[float, float] | None]) -> dict[str, float | None] | None:
+def _mean_change(changes: Sequence[tuple[float, float] | None]) -> GradientChange | None:
     known = [c for c in changes if c is not None]
     if not known:
         return None
     cosine, ratio = (sum(values) / len(known) for values in zip(*known, strict=True))
-    return {"cosine": finite(cosine), "noise_ratio": finite(ratio)}
+    return GradientChange(cosine=finite(cosine), noise_ratio=finite(ratio))
 
 
 # -- attack: what can be made of it ----------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def _attack(work: Work) -> Result:
     # An answer that is not finite is scored as mid-grey and counted, not replaced by something presentable.
     images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in found]
     scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], images, pool=case.pool)
-    rows = [{"against": "original", **summarize(scores), "label_accuracy": _label_accuracy(originals, found)}]
+    rows = [summarize(scores, label_accuracy=_label_accuracy(originals, found))]
     shown = [torch.nan_to_num(i[s.order], nan=0.5) for i, s in zip(images, scores, strict=True)]
     tensors = {"original": torch.stack([b.x for b in originals]), "reconstruction": torch.stack(shown)}
     fed = [t.fed for t in traces]
@@ -197,19 +199,19 @@ def _attack(work: Work) -> Result:
             again = score_all(
                 [f.x for f in fed], [f.hard_labels for f in fed], images, pool=case.strangers, against="fed"
             )
-            rows.append({"against": "fed", **summarize(again), "label_accuracy": _label_accuracy(fed, found)})
+            rows.append(summarize(again, label_accuracy=_label_accuracy(fed, found)))
     lost = [r.failed for r in found if r.failed]
-    content = {
-        "status": "failed" if len(lost) == len(found) else "ok",
-        "error": lost[0] if lost else None,
-        "rows": rows,
-        "victims": list(_by_image(originals, scores, found)),
-        "history": {k: [finite(v) for v in values] for k, values in found[0].history.items()},
-        "seconds": sum(r.seconds for r in found),
-        "iterations": max(r.iterations for r in found),
-        "granted": observations[0].knowledge.granted(),
-    }
-    return content, None if case.spec.pictures == "none" else tensors
+    outcome = Outcome(
+        status="failed" if len(lost) == len(found) else "ok",
+        error=lost[0] if lost else None,
+        rows=tuple(rows),
+        victims=tuple(_by_image(originals, scores, found)),
+        history={k: tuple(finite(v) for v in values) for k, values in found[0].history.items()},
+        seconds=sum(r.seconds for r in found),
+        iterations=max(r.iterations for r in found),
+        granted=tuple(observations[0].knowledge.granted()),
+    )
+    return outcome, None if case.spec.pictures == "none" else tensors
 
 
 def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
@@ -277,22 +279,25 @@ def _common(truth: Tensor, guess: Tensor) -> int:
 
 def _by_image(
     originals: Sequence[Batch], scores: Sequence[Scores], found: Sequence[Reconstruction]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ImageScores]:
     for v, (batch, score, answer) in enumerate(zip(originals, scores, found, strict=True)):
         for i in range(len(batch)):
             guess = None
             if answer.labels is not None and answer.labels.ndim == 1:
                 guess = int(answer.labels[score.order[i]])
-            yield {
-                "victim": v,
-                "image": i,
-                **{name: _number(getattr(score, name), i) for name in ("psnr", "ssim", "mse", "lpips")},
-                "identified": None if score.identified is None else bool(score.identified[i]),
-                "rank": None if score.rank is None else int(score.rank[i]),
-                "failed": bool(score.failed[i]),
-                "label": int(batch.y[i]) if batch.y.ndim == 1 else None,
-                "label_guess": guess,
-            }
+            yield ImageScores(
+                victim=v,
+                image=i,
+                psnr=_number(score.psnr, i),
+                ssim=_number(score.ssim, i),
+                mse=_number(score.mse, i),
+                lpips=_number(score.lpips, i),
+                identified=None if score.identified is None else bool(score.identified[i]),
+                rank=None if score.rank is None else int(score.rank[i]),
+                failed=bool(score.failed[i]),
+                label=int(batch.y[i]) if batch.y.ndim == 1 else None,
+                label_guess=guess,
+            )
 
 
 def _number(values: Tensor | None, place: int) -> float | None:
@@ -320,7 +325,7 @@ def _baseline(work: Work) -> Result:
         else:
             guesses.append(baseline(case.public, batch.y))
     scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], guesses, pool=case.pool)
-    return {"rows": [{"against": "original", **summarize(scores)}]}, None
+    return Outcome(rows=(summarize(scores),)), None
 
 
 # -- train and utility: federated training under the defense -----------------------------------------------------------
@@ -332,11 +337,11 @@ def _train(work: Work) -> Result:
     if spec.trained_epochs:
         plan = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed)
         loss, cache = case.loss, work.folder.cache
-        return {}, train_central(
+        return Outcome(), train_central(
             case.server, case.data, work.defense, plan, loss=loss, cache=cache, progress=work.stage
         )
     history = _federated(work, case.server, UtilityTraining(rounds=spec.trained_rounds))
-    return {"history": _curves(history)}, history.state
+    return Outcome(history=_curves(history)), history.state
 
 
 def _utility(work: Work) -> Result:
@@ -345,7 +350,7 @@ def _utility(work: Work) -> Result:
     seed = work.case.spec.seed
     module = models.build(training.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     history = _federated(work, module, training)
-    return {"history": _curves(history), "events": [asdict(event) for event in history.events]}, None
+    return Outcome(history=_curves(history), events=tuple(asdict(event) for event in history.events)), None
 
 
 def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> History:
@@ -355,9 +360,9 @@ def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> Hist
     return train(module, case.data, work.defense, plan, loss=case.spec.loss, cache=cache, progress=work.stage)
 
 
-def _curves(history: History) -> dict[str, list[float | None]]:
+def _curves(history: History) -> dict[str, tuple[float | None, ...]]:
     names = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
-    return {name: list(getattr(history, name)) for name in names}
+    return {name: tuple(getattr(history, name)) for name in names}
 
 
 _DO: dict[str, Callable[[Work], Result]] = {

@@ -25,10 +25,10 @@ from gradveil.auditing.cells import run_cell
 from gradveil.auditing.limits import Limits
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import make_spec
-from gradveil.auditing.store import RunFolder
 from gradveil.core.errors import UserError, one_line
 from gradveil.processes.scheduler import Lost, OutOfMemory, Workers
 from gradveil.storage.files import write_bytes
+from gradveil.storage.run_folder import RunFolder
 
 Files = dict[str, bytes]  # by path in the run folder
 _RETRIES = 3  # of a task whose node died, by Ray itself

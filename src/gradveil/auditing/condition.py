@@ -1,33 +1,41 @@
 """`--fail-if`: a condition on each defense of a summary, such as `worst.ssim.max > 0.6 and spec != "none"`.
 
-Python's own grammar is parsed and a small part of it is read; nothing is ever executed.
+The grammar is Python's; a small part of it is read, and nothing is ever executed.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 from gradveil.core.errors import UserError, unknown
+from gradveil.summary import DefenseRow
 
-_STAT = dict.fromkeys(("mean", "std", "min", "max"), 0.0)
-# What there is to ask for, each with a value of its type.
-_FIELDS: dict[str, Any] = {
-    "spec": "",
-    "verdict": "",
-    "stage": [""],
-    "counter": [""],
-    "utility": dict.fromkeys(("acc_test", "acc_train", "acc_sensitive", "pdm", "overhead"), 0.0),
-    "gradient": {"cosine": 0.0, "noise_ratio": 0.0},
-    "worst": {
-        **dict.fromkeys(("psnr", "ssim", "mse", "lpips"), _STAT),
-        "asr": 0.0,
-        "identified": dict.fromkeys(("rate", "low", "high", "chance"), 0.0),
-        "recognised": 0,
-    },
-}
+Value = str | float | tuple[str, ...]
+
+
+def _fields(kind: Any, path: str = "") -> Iterator[tuple[str, Value]]:
+    """The fields of a type that can be asked for, such as `worst.ssim.max`, each with a value of its type."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        yield from _fields(next(part for part in parts if part is not NoneType), path)
+    elif origin is tuple:
+        yield from ((name, (value,)) for name, value in _fields(parts[0], path) if name == path and value == "")
+    elif origin is Annotated:
+        yield from _fields(parts[0], path)
+    elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield from _fields(field.annotation, f"{path}.{name}" if path else name)
+    else:
+        yield path, "" if origin is Literal else kind()
+
+
+_FIELDS = dict(_fields(DefenseRow))
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -51,7 +59,7 @@ class Condition:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise self._wrong("write for instance: worst.ssim.max > 0.6") from None
 
-    def holds(self, defense: Mapping[str, Any]) -> bool:
+    def holds(self, defense: DefenseRow) -> bool:
         """Whether it holds for one defense of `summary.json`."""
         return self._true(self._tree, defense)
 
@@ -67,13 +75,14 @@ class Condition:
                 return self._check(part)
             case ast.Compare(left=left, comparators=others):
                 try:
-                    self._true(node, _FIELDS)
+                    self._true(node, None)
                 except TypeError:
                     raise self._wrong(f"{ast.unparse(node)} compares things of different kinds") from None
-                return {".".join(path) for part in (left, *others) if (path := _path(part))}
+                return {path for part in (left, *others) if (path := _path(part))}
         raise self._wrong(f"{ast.unparse(node)} is no condition; write for instance: worst.ssim.max > 0.6")
 
-    def _true(self, node: ast.expr, defense: Mapping[str, Any]) -> bool:
+    def _true(self, node: ast.expr, defense: DefenseRow | None) -> bool:
+        """With no defense, fields have a value of their type: what cannot be compared raises TypeError."""
         match node:
             case ast.BoolOp(op=ast.And(), values=parts):
                 return all(self._true(part, defense) for part in parts)
@@ -92,40 +101,42 @@ class Condition:
     def _refuse(self, node: ast.expr) -> bool:
         raise self._wrong(f"{ast.unparse(node)} cannot be compared like this")
 
-    def _value(self, node: ast.expr, defense: Mapping[str, Any]) -> Any:
+    def _value(self, node: ast.expr, defense: DefenseRow | None) -> Value:
         match node:
-            case ast.Constant(value=bool() | int() | float() | str()):
-                return node.value
+            case ast.Constant(value=bool() | int() | float() | str() as constant):
+                return constant
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
         path = _path(node)
-        if path is None:
+        if not path:
             raise self._wrong(f"{ast.unparse(node)} is neither a number, a text nor a field")
-        return self._field(path, defense)
-
-    def _field(self, path: list[str], defense: Mapping[str, Any]) -> Any:
-        found, known = defense, _FIELDS
-        for depth, name in enumerate(path):
-            if not isinstance(known, Mapping) or name not in known:
-                there = [".".join([*path[:depth], n]) for n in known] if isinstance(known, Mapping) else []
-                asked = ".".join(path[: depth + 1])
-                near = unknown("field", asked, there, hint=f"There are: {', '.join(there) or 'none below'}.")
-                raise self._wrong(str(near).rstrip("."))
-            known = known[name]
-            found = found.get(name) if isinstance(found, Mapping) else None  # type: ignore[assignment]
-        if isinstance(known, Mapping):
-            raise self._wrong(f"{'.'.join(path)} has parts: {', '.join(known)}")
-        if found is None:
-            raise self._wrong(f"{'.'.join(path)} was not measured for {defense.get('spec')}, so it cannot be checked")
-        return found
+        if path not in _FIELDS:
+            raise self._wrong(_no_field(path))
+        if defense is None:
+            return _FIELDS[path]
+        part: Any = defense
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        value: Value | None = part
+        if value is None:
+            raise self._wrong(f"{path} was not measured for {defense.spec}, so it cannot be checked")
+        return value
 
 
-def _path(node: ast.expr) -> list[str] | None:
-    """`a.b.c` as its names."""
+def _no_field(path: str) -> str:
+    below = [field.removeprefix(f"{path}.") for field in _FIELDS if field.startswith(f"{path}.")]
+    if below:
+        return f"{path} has parts: {', '.join(below)}"
+    first = dict.fromkeys(field.partition(".")[0] for field in _FIELDS)
+    return str(unknown("field", path, _FIELDS, hint=f"There are: {', '.join(first)}"))
+
+
+def _path(node: ast.expr) -> str:
+    """`a.b.c` as text; of anything else nothing."""
     match node:
         case ast.Name(id=name):
-            return [name]
+            return name
         case ast.Attribute(value=inner, attr=name):
             before = _path(inner)
-            return None if before is None else [*before, name]
-    return None
+            return before and f"{before}.{name}"
+    return ""

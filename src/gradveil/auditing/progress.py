@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.auditing.spec import CONTROL
-
-
-class Shown(Protocol):
-    """A piece of work: an audit's cell, or a part of a recipe's measure. As text it says what it is."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def defense(self) -> str: ...
-    @property
-    def attack(self) -> str: ...
+from gradveil.storage.run_folder import CellName, StoredCell
 
 
 class Display:
@@ -28,13 +14,13 @@ class Display:
 
     def start(self, total: int, stored: int) -> None: ...
 
-    def begin(self, cell: Shown) -> None: ...
+    def begin(self, cell: CellName) -> None: ...
 
-    def progress(self, cell: Shown, done: int, total: int) -> None: ...
+    def progress(self, cell: CellName, done: int, total: int) -> None: ...
 
-    def end(self, cell: Shown, content: dict[str, Any]) -> None: ...
+    def end(self, cell: CellName, stored: StoredCell) -> None: ...
 
-    def end_early(self, cell: Shown) -> None:
+    def end_early(self, cell: CellName) -> None:
         """Its process died; it will begin again."""
 
     def stop(self) -> None: ...
@@ -51,9 +37,9 @@ class Lines(Display):
         if stored:
             self._print(f"{stored} of {total} cells are done already")
 
-    def end(self, cell: Shown, content: dict[str, Any]) -> None:
+    def end(self, cell: CellName, stored: StoredCell) -> None:
         self._done += 1
-        self._print(f"[{self._done}/{self._total}] {outcome(cell, content)}")
+        self._print(f"[{self._done}/{self._total}] {outcome(cell, stored)}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -81,39 +67,39 @@ class Bars(Display):
         self._whole = self._bars.add_task("audit", total=total, completed=stored)
         self._bars.start()
 
-    def begin(self, cell: Shown) -> None:
+    def begin(self, cell: CellName) -> None:
         self._tasks[cell.key] = self._bars.add_task(str(cell), total=None)
 
-    def progress(self, cell: Shown, done: int, total: int) -> None:
+    def progress(self, cell: CellName, done: int, total: int) -> None:
         self._bars.update(self._tasks[cell.key], completed=done, total=total)
         self._parts[cell.key] = done / max(total, 1)
         self._advance()
 
-    def end(self, cell: Shown, content: dict[str, Any]) -> None:
+    def end(self, cell: CellName, stored: StoredCell) -> None:
         self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
         self._finished += 1
         self._advance()
-        self._show_best(cell, content)
-        self._bars.console.print(outcome(cell, content), markup=False, highlight=False, style="dim")
+        self._show_best(cell, stored)
+        self._bars.console.print(outcome(cell, stored), markup=False, highlight=False, style="dim")
 
-    def end_early(self, cell: Shown) -> None:
+    def end_early(self, cell: CellName) -> None:
         self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
 
     def stop(self) -> None:
         self._bars.stop()
 
-    def _show_best(self, cell: Shown, content: dict[str, Any]) -> None:
+    def _show_best(self, cell: CellName, stored: StoredCell) -> None:
         """The strongest attack on a defense so far, beside the bar of the whole."""
-        if cell.kind != "attack" or cell.defense == CONTROL or content["status"] != "ok" or self._whole is None:
+        if cell.kind != "attack" or cell.defense == CONTROL or stored.status != "ok" or self._whole is None:
             return
-        known = sum(bool(v["identified"]) for v in content["victims"]) / max(1, len(content["victims"]))
-        found = (known, content["rows"][0]["psnr"]["mean"])
-        if found > self._best:
-            self._best = found
-            words = f"audit · most so far {known:.0%} identified, {found[1]:.0f} dB: {cell.attack} under {cell.defense}"
-            self._bars.update(self._whole, description=words)
+        hits, psnr = _recovered(stored)
+        share = hits / max(1, len(stored.victims))
+        if (share, psnr) > self._best:
+            self._best = (share, psnr)
+            text = f"audit · most so far {share:.0%} identified, {psnr:.0f} dB: {cell.attack} under {cell.defense}"
+            self._bars.update(self._whole, description=text)
 
     def _advance(self) -> None:
         if self._whole is not None:
@@ -126,13 +112,18 @@ def display_on(console: Console, quiet: bool) -> Display:
     return Bars(console) if console.is_terminal else Lines(console)
 
 
-def outcome(cell: Shown, content: dict[str, Any]) -> str:
+def outcome(cell: CellName, stored: StoredCell) -> str:
     """What became of a cell, in a line."""
-    if content["status"] != "ok":
-        return f"{cell}: {content['status']}: {content['error']}"
-    seconds = f" ({content['seconds']:.1f} s)"
+    if stored.status != "ok":
+        return f"{cell}: {stored.status}: {stored.error}"
+    seconds = f" ({stored.seconds or 0.0:.1f} s)"
     if cell.kind != "attack":
         return f"{cell}: done{seconds}"
-    row = content["rows"][0]
-    known = sum(bool(v["identified"]) for v in content["victims"])
-    return f"{cell}: {known} of {row['scored']} images identified, PSNR {row['psnr']['mean']:.1f} dB{seconds}"
+    hits, psnr = _recovered(stored)
+    return f"{cell}: {hits} of {len(stored.victims)} images identified, PSNR {psnr:.1f} dB{seconds}"
+
+
+def _recovered(stored: StoredCell) -> tuple[int, float]:
+    """How many images an attack identified, and its mean PSNR."""
+    psnr = stored.rows[0].psnr
+    return sum(bool(image.identified) for image in stored.victims), psnr.mean if psnr else 0.0

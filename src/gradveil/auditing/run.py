@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Limits, find_device, share_of_memory
-from gradveil.auditing.plan import Plan, make_plan
+from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import Display
-from gradveil.auditing.store import RunFolder, default_folder
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
 from gradveil.processes.worker import cores
-from gradveil.report import Report, write_report
+from gradveil.storage.run_folder import Environment, RunFolder, RunIdentity
+from gradveil.summary import Summary
+
+
+class FinishedRun(NamedTuple):
+    """Where an audit is stored, and what it says."""
+
+    folder: Path
+    summary: Summary
 
 
 class Stopped(KeyboardInterrupt):
@@ -35,7 +44,7 @@ def run_audit(
     memory: int | None = None,
     device: str = "cpu",
     ray: str | None = None,
-) -> Report:
+) -> FinishedRun:
     """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
 
     `memory` is what all workers together may take for batched computations, in bytes; `ray` the address of a cluster
@@ -47,7 +56,7 @@ def run_audit(
             "--ray needs data, model and methods by name or as pkg.mod:factory: objects stay on this machine."
         )
     plan, shown = make_plan(case), display or Display()
-    with RunFolder(out or default_folder(case)).opened(case) as folder:
+    with RunFolder(out or default_folder(case)).opened(identity_of(case)) as folder:
         left = [cell for cell in plan if folder.read(cell.key) is None]
         shown.start(len(plan), len(plan) - len(left))
         workers = cores() if workers is None else workers
@@ -63,8 +72,16 @@ def run_audit(
             shown.stop()
         summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
         folder.finish(summary, time.perf_counter() - begun)
-        write_report(folder.path, case.spec.pictures)
-    return Report(summary, folder.path)
+    return FinishedRun(folder.path, summary)
 
 
-__all__ = ["Plan", "Stopped", "run_audit"]
+def default_folder(case: Case) -> Path:
+    """The same for the same case, so that the same command resumes."""
+    words = "-".join(re.sub(r"[^\w.]+", "-", case.names[part]).strip("-.")[-40:] for part in ("data", "model"))
+    return Path("runs") / f"{words}-{case.id[:6]}"
+
+
+def identity_of(case: Case) -> RunIdentity:
+    hashes = {"case": case.id, "data_sha256": case.data_hash, "model_sha256": case.model_hash}
+    environment = Environment.here(**hashes, seed=case.spec.seed)
+    return RunIdentity(environment, case.terms, case.spec.plain(**case.names))

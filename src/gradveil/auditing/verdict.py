@@ -6,7 +6,6 @@ A verdict rests on identification, which has a known chance, and never says more
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,49 +13,57 @@ from gradveil import __version__
 from gradveil import attacks as attack_methods
 from gradveil.auditing.case import Case
 from gradveil.auditing.plan import Cell, Plan, suite_name
-from gradveil.auditing.spec import CONTROL
+from gradveil.core.results import ImageScores, Place, ScoreRow, Statistic
+from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
-from gradveil.metrics import RECOGNISABLE, identification_rate
+from gradveil.metrics import identification_rate
+from gradveil.storage.run_folder import StoredCell
+from gradveil.summary import (
+    CONTROL,
+    LEAKS,
+    NO_LEAK,
+    UNREFUTED,
+    AttackRow,
+    CaseFacts,
+    DefenseRow,
+    Summary,
+    UtilityRow,
+    Verdict,
+    VictimWorst,
+    Worst,
+)
 
-LEAKS, NO_LEAK, UNREFUTED = "leaks", "no leak shown", "unrefuted"
-METRICS = ("psnr", "ssim", "mse", "lpips")
-Json = dict[str, Any]
-Outcomes = Mapping[str, Json]
+Cells = Mapping[str, StoredCell]  # by key
 
 
-def judge(case: Case, plan: Plan, outcomes: Outcomes) -> Json:
-    """The whole summary. `outcomes` are the stored cells of the plan, by key."""
-    defenses = [_defense(case, plan, outcomes, text) for text in case.defenses]
-    none = next(d for d in defenses if d["spec"] == CONTROL)
-    if none["verdict"] != LEAKS:
+def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
+    """The whole summary. `cells` are the stored cells of the plan."""
+    clean = _history(plan, cells, CONTROL)
+    defenses = [_defense(case, plan, cells, text, clean) for text in case.defenses]
+    control = next(d for d in defenses if d.control)
+    if control.verdict != LEAKS:
         # Attacks that fail where nothing is hidden have shown nothing about any defense.
-        for defense in defenses:
-            defense["verdict"] = UNREFUTED if defense["verdict"] == NO_LEAK else defense["verdict"]
-    _add_costs(defenses, none)
-    base = outcomes[plan.of("baseline")[0].key]
-    return {
-        "schema": 1,
-        "gradveil": __version__,
-        "suite": suite_name(case),
-        "command": case.spec.command(),
-        "scope": scope(case),
-        "case": _case(case),
-        "granted": _granted(outcomes.values()),
-        "not_tested": _not_tested(case),
-        "warnings": _warnings(case, none),
-        "defenses": defenses,
-        "baseline": {k: v for k, v in base["rows"][0].items() if k != "against"} if base["status"] == "ok" else None,
-    }
-
-
-def _case(case: Case) -> Json:
-    data = case.data
-    return {
+        weaker = {"verdict": UNREFUTED}
+        defenses = [d.model_copy(update=weaker) if d.verdict == NO_LEAK else d for d in defenses]
+    baseline = cells[plan.of("baseline")[0].key]
+    facts = {
         **case.terms,
-        "input_shape": list(data.input_shape),
-        "num_classes": data.num_classes,
-        "class_names": list(data.class_names),
+        "input_shape": case.data.input_shape,
+        "num_classes": case.data.num_classes,
+        "class_names": tuple(case.data.class_names),
     }
+    return Summary(
+        gradveil=__version__,
+        suite=suite_name(case),
+        command=case.spec.command(),
+        scope=scope(case),
+        case=CaseFacts.model_validate(facts),
+        granted=_granted(cells.values()),
+        not_tested=_not_tested(case),
+        warnings=_warnings(case, control),
+        defenses=tuple(defenses),
+        baseline=baseline.rows[0] if baseline.status == "ok" else None,
+    )
 
 
 def scope(case: Case, malicious: Sequence[str] = ()) -> str:
@@ -64,116 +71,104 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
     spec, names = case.spec, case.names
     state = "an untrained model"
     for count, word in ((spec.trained_rounds, "round"), (spec.trained_epochs, "epoch")):
-        state = f"a model trained for {_many(count, word)}" if count else state
-    sent = "one gradient an update" if spec.local_steps == 1 else f"{spec.local_steps} local steps an update"
+        state = f"a model trained for {plural(count, word)}" if count else state
+    sent = "one gradient per update" if spec.local_steps == 1 else f"{spec.local_steps} local steps per update"
     seen = f", {spec.updates} updates of each batch" if spec.updates > 1 else ""
     server = f"; a malicious server in {', '.join(malicious)}" if malicious else ""
     return (
-        f"{names['model']} on {names['data']}, {state}, batches of {_many(spec.batch_size, 'image')}, {sent}{seen}, "
-        f"{_many(spec.victims, 'victim')}, adversary of level {spec.knowledge}, budget {spec.budget}{server}"
+        f"{names['model']} on {names['data']}, {state}, batches of {plural(spec.batch_size, 'image')}, {sent}{seen}, "
+        f"{plural(spec.victims, 'victim')}, adversary of level {spec.knowledge}, budget {spec.budget}{server}"
     )
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 # -- one defense -----------------------------------------------------------------------------------------------------
 
 
-def _defense(case: Case, plan: Plan, outcomes: Outcomes, text: str) -> Json:
+def _defense(case: Case, plan: Plan, cells: Cells, text: str, clean: StoredCell | None) -> DefenseRow:
     defense = case.defenses[text]
-    cells = plan.of("attack", text)
-    rows = [row for cell in cells for row in _rows(case, defense, cell, outcomes[cell.key])]
-    ran = [outcomes[c.key] for c in cells if outcomes[c.key]["status"] == "ok"]
-    observed = outcomes[next(c for c in plan.of("observe", text) if not c.attack).key]
-    malicious = [c.attack for c in plan.of("observe", text) if c.attack]
+    attacked = [cells[cell.key] for cell in plan.of("attack", text)]
+    ran = [cell for cell in attacked if cell.status == "ok"]
+    observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
     worst = _worst(ran)
-    return {
-        "spec": text,
-        "stage": defense.stages,
-        "counter": list(defense.counters),
-        "scope": scope(case, malicious),
-        "verdict": _verdict(defense, worst, ran),
-        "warnings": _defense_warnings(case, defense, observed, [outcomes[c.key] for c in cells]),
-        "utility": _utility(plan, outcomes, text),
-        "gradient": observed.get("gradient"),
-        "attacks": rows,
-        "worst": worst,
-    }
+    return DefenseRow(
+        spec=text,
+        stage=tuple(defense.stages),
+        counter=tuple(defense.counters),
+        scope=scope(case, [c.attack for c in plan.of("observe", text) if c.attack]),
+        verdict=_verdict(defense, worst, ran),
+        warnings=_defense_warnings(case, defense, observed, attacked),
+        utility=_utility(_history(plan, cells, text), clean),
+        gradient=observed.gradient,
+        attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, defense, cell, cells[cell.key])),
+        worst=worst,
+    )
 
 
-def _rows(case: Case, defense: Defense, cell: Cell, content: Json) -> Iterable[Json]:
+def _rows(case: Case, defense: Defense, cell: Cell, stored: StoredCell) -> Iterable[AttackRow]:
     """One row for every truth the attack is scored against; a single empty one where it has none."""
-    for row in content.get("rows") or [{"against": "original"}]:
-        yield {
-            "spec": cell.attack,
-            "status": content["status"],
-            "adaptive": case.attack(cell.attack).adaptive or _is_counter(defense, cell.attack),
-            "knowledge": case.spec.knowledge,
-            "updates": case.spec.updates,
-            "scored": 0,
-            "failed": 0,
-            **dict.fromkeys((*METRICS, "asr", "identified", "label_accuracy")),
-            **row,
-            "seconds": content.get("seconds"),
-            "iterations": content.get("iterations"),
-            "cell": cell.key,
-            "error": content["error"],
-        }
+    for row in stored.rows or (ScoreRow(),):
+        yield AttackRow(
+            **dict(row),
+            spec=cell.attack,
+            status=stored.status,
+            adaptive=case.attack(cell.attack).adaptive or _is_counter(defense, cell.attack),
+            knowledge=case.spec.knowledge,
+            updates=case.spec.updates,
+            seconds=stored.seconds,
+            iterations=stored.iterations,
+            error=stored.error,
+            cell=cell.key,
+        )
 
 
 def _is_counter(defense: Defense, attack: str) -> bool:
     return attack.partition(":")[0] in defense.counters
 
 
-def _worst(ran: Sequence[Json]) -> Json | None:
+def _worst(ran: Sequence[StoredCell]) -> Worst | None:
     """For every image the attack that got most of it. With several attacks each image had as many chances."""
     if not ran:
         return None
-    by_place: dict[tuple[int, int], list[Json]] = {}
-    for content in ran:
-        for image in content["victims"]:
-            by_place.setdefault((image["victim"], image["image"]), []).append({**image, "attack": content["attack"]})
-    best = [max(found, key=_got) for _, found in sorted(by_place.items())]
-    chance = max(content["rows"][0]["identified"]["chance"] for content in ran)
-    identified = torch.tensor([bool(image["identified"]) for image in best])
-    shown = ("victim", "image", "attack", "psnr", "ssim", "identified")
-    return {
-        **{metric: _spread([image[metric] for image in best]) for metric in METRICS},
-        "asr": sum(_recognisable(image) for image in best) / len(best),
-        "identified": identification_rate(identified, chance, attacks=len(ran)),
-        "scored": len(best),
-        "attacks": len(ran),
-        "by_victim": [{name: image[name] for name in shown} for image in best],
-        "recognised": sum(bool(image["identified"]) and _recognisable(image) for image in best),
-    }
+    by_place: dict[Place, list[tuple[ImageScores, str]]] = {}
+    for cell in ran:
+        for image in cell.victims:
+            by_place.setdefault(image.place, []).append((image, cell.attack))
+    best = [max(tried, key=lambda pair: pair[0].strength) for _, tried in sorted(by_place.items())]
+    images = [image for image, _ in best]
+    chance = max(rate.chance for cell in ran if (rate := cell.rows[0].identified))
+    identified = torch.tensor([bool(image.identified) for image in images])
+    return Worst(
+        psnr=Statistic.of([image.psnr for image in images]),
+        ssim=Statistic.of([image.ssim for image in images]),
+        mse=Statistic.of([image.mse for image in images]),
+        lpips=Statistic.of([image.lpips for image in images]),
+        asr=sum(image.recognisable for image in images) / len(images),
+        identified=identification_rate(identified, chance, attacks=len(ran)),
+        scored=len(images),
+        failed=sum(image.failed for image in images),
+        attacks=len(ran),
+        recognised=sum(bool(image.identified) and image.recognisable for image in images),
+        by_victim=tuple(
+            VictimWorst(
+                victim=image.victim,
+                image=image.image,
+                attack=attack,
+                psnr=image.psnr,
+                ssim=image.ssim,
+                identified=image.identified,
+            )
+            for image, attack in best
+        ),
+    )
 
 
-def _got(image: Json) -> tuple[bool, float, float]:
-    return bool(image["identified"]), image["ssim"], image["psnr"]
-
-
-def _recognisable(image: Json) -> bool:
-    return bool(image["ssim"] >= RECOGNISABLE and not image["failed"])
-
-
-def _spread(values: Sequence[float | None]) -> Json | None:
-    if any(v is None for v in values):
-        return None
-    numbers = torch.tensor([v for v in values if v is not None], dtype=torch.float64)
-    std, mean = torch.std_mean(numbers, correction=0)
-    return {"mean": mean.item(), "std": std.item(), "min": numbers.min().item(), "max": numbers.max().item()}
-
-
-def _verdict(defense: Defense, worst: Json | None, ran: Sequence[Json]) -> str | None:
+def _verdict(defense: Defense, worst: Worst | None, ran: Sequence[StoredCell]) -> Verdict | None:
     """None where no attack ran at all: then nothing is known."""
     if worst is None:
         return None
-    rate = worst["identified"]
-    if rate["low"] > rate["chance"] or worst["recognised"]:
+    if worst.identified.low > worst.identified.chance or worst.recognised:
         return LEAKS
-    if defense.spec == CONTROL or any(_is_counter(defense, content["attack"]) for content in ran):
+    if defense.spec == CONTROL or any(_is_counter(defense, cell.attack) for cell in ran):
         return NO_LEAK
     return UNREFUTED
 
@@ -181,25 +176,34 @@ def _verdict(defense: Defense, worst: Json | None, ran: Sequence[Json]) -> str |
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 
-def _utility(plan: Plan, outcomes: Outcomes, text: str) -> Json | None:
-    found = [outcomes[c.key] for c in plan.of("utility", text)]
-    if not found or found[0]["status"] != "ok":
+def _history(plan: Plan, cells: Cells, text: str) -> StoredCell | None:
+    """The federated training under a defense, if it was asked for and worked."""
+    trained = [cells[c.key] for c in plan.of("utility", text)]
+    return trained[0] if trained and trained[0].status == "ok" else None
+
+
+def _utility(trained: StoredCell | None, clean: StoredCell | None) -> UtilityRow | None:
+    """Accuracies after the last round, and what they and a round's time are against the undefended training."""
+    if trained is None:
         return None
-    history = found[0]["history"]
-    last = {name: (history[name] or [None])[-1] for name in ("acc_test", "acc_train", "acc_sensitive")}
-    seconds = history["seconds_per_round"]
-    return {**last, "seconds_per_round": sum(seconds) / len(seconds) if seconds else None}
+    kept = _ratio(_last(trained, "acc_test"), _last(clean, "acc_test"))
+    return UtilityRow(
+        acc_test=_last(trained, "acc_test"),
+        acc_train=_last(trained, "acc_train"),
+        acc_sensitive=_last(trained, "acc_sensitive"),
+        seconds_per_round=_round_seconds(trained),
+        pdm=None if kept is None else 100 * (1 - kept),
+        overhead=_ratio(_round_seconds(trained), _round_seconds(clean)),
+    )
 
 
-def _add_costs(defenses: Iterable[Json], none: Json) -> None:
-    """PDM: percent of the undefended accuracy that is lost. Overhead: time of a round against the undefended."""
-    clean = none["utility"] or {}
-    for defense in defenses:
-        utility = defense["utility"]
-        if utility:
-            pdm = _ratio(utility["acc_test"], clean.get("acc_test"))
-            utility["pdm"] = None if pdm is None else 100 * (1 - pdm)
-            utility["overhead"] = _ratio(utility["seconds_per_round"], clean.get("seconds_per_round"))
+def _last(trained: StoredCell | None, curve: str) -> float | None:
+    return (trained.history[curve] or (None,))[-1] if trained else None
+
+
+def _round_seconds(trained: StoredCell | None) -> float | None:
+    seconds = [s for s in trained.history["seconds_per_round"] if s is not None] if trained else []
+    return sum(seconds) / len(seconds) if seconds else None
 
 
 def _ratio(value: float | None, of: float | None) -> float | None:
@@ -209,12 +213,12 @@ def _ratio(value: float | None, of: float | None) -> float | None:
 # -- what to know about it -------------------------------------------------------------------------------------------
 
 
-def _granted(outcomes: Iterable[Json]) -> list[str]:
+def _granted(cells: Iterable[StoredCell]) -> tuple[str, ...]:
     first = ["the model and every update that is sent"]
-    return list(dict.fromkeys(first + [item for o in outcomes for item in o.get("granted") or []]))
+    return tuple(dict.fromkeys(first + [item for cell in cells for item in cell.granted]))
 
 
-def _not_tested(case: Case) -> list[str]:
+def _not_tested(case: Case) -> tuple[str, ...]:
     spec = case.spec
     items = ["other data, models, batch sizes and local training than those of the scope"]
     if not (spec.trained_rounds or spec.trained_epochs):
@@ -224,14 +228,14 @@ def _not_tested(case: Case) -> list[str]:
     if spec.updates == 1:
         items.append("an adversary that sees several updates of the same images")
     items.append("attacks that are not in this audit, or not yet published")
-    return items
+    return tuple(items)
 
 
-def _warnings(case: Case, none: Json) -> list[str]:
+def _warnings(case: Case, control: DefenseRow) -> tuple[str, ...]:
     items = []
-    ok = [row for row in none["attacks"] if row["status"] == "ok" and row["against"] == "original"]
-    weak = [row["spec"] for row in ok if row["identified"]["low"] <= row["identified"]["chance"]]
-    if ok and none["verdict"] != LEAKS:
+    ok = [row for row in control.attacks if row.ok and row.against == "original"]
+    weak = [row.spec for row in ok if row.identified and row.identified.low <= row.identified.chance]
+    if ok and control.verdict != LEAKS:
         items.append(
             "Without a defense no attack succeeded, so this audit is too weak to say anything about a defense."
         )
@@ -244,28 +248,30 @@ def _warnings(case: Case, none: Json) -> list[str]:
             f"The adversary is granted more than a real server has (level {case.spec.knowledge}), "
             "so leaks may be larger here than in practice."
         )
-    return items
+    return tuple(items)
 
 
-def _defense_warnings(case: Case, defense: Defense, observed: Json, attacked: Sequence[Json]) -> list[str]:
+def _defense_warnings(
+    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell]
+) -> tuple[str, ...]:
     items = []
-    if observed["status"] != "ok":
-        items.append(f"its updates could not be computed: {observed['error']}")
+    if observed.status != "ok":
+        items.append(f"its updates could not be computed: {observed.error}")
     if defense.random and case.spec.updates == 1:
         items.append(
             "random, but judged on a single draw: repeated updates of the same images may leak more (--updates)"
         )
-    if observed.get("zero_updates"):
-        items.append(f"{observed['zero_updates']} updates are all zero: nothing is learnt from them, nor leaked")
-    if observed.get("broken_updates"):
-        items.append(f"{observed['broken_updates']} updates hold values that are not finite")
-    failed = [o["attack"] for o in attacked if o["status"] == "failed"]
-    if failed and observed["status"] == "ok":
+    if observed.zero_updates:
+        items.append(f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked")
+    if observed.broken_updates:
+        items.append(f"{observed.broken_updates} updates hold values that are not finite")
+    failed = [cell.attack for cell in attacked if cell.status == "failed"]
+    if failed and observed.status == "ok":
         items.append(f"failed: {', '.join(failed)}; that is no sign of protection")
-    partly = [o["attack"] for o in attacked if o["status"] == "ok" and o["error"]]
+    partly = [cell.attack for cell in attacked if cell.status == "ok" and cell.error]
     if partly:
         items.append(f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt")
     unknown = [c for c in defense.counters if c not in attack_methods.registry]
     if unknown:
         items.append(f"{', '.join(unknown)}, said to break it, is no attack of this version")
-    return items
+    return tuple(items)

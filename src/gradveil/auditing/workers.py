@@ -15,10 +15,10 @@ from gradveil.auditing.limits import NO_LIMITS, Limits
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.progress import Display
 from gradveil.auditing.spec import make_spec
-from gradveil.auditing.store import RunFolder
 from gradveil.core.progress import Steps
 from gradveil.processes.scheduler import Listener, Perform, ThisProcess, Workers, run_jobs
 from gradveil.processes.worker import ProcessWorkers
+from gradveil.storage.run_folder import Outcome, RunFolder
 
 
 def run_cells(
@@ -63,7 +63,7 @@ class _CellListener(Listener[Cell, None]):
 
     def given_up(self, job: Cell, reason: str) -> None:
         error = f"the worker process ended unexpectedly, twice ({reason})"
-        self._display.end(job, self._folder.write(job, {"status": "failed", "error": error, "traceback": reason}))
+        self._display.end(job, self._folder.write(job, Outcome(status="failed", error=error, traceback=reason)))
 
 
 def _performer(case: Case, folder: RunFolder, limits: Limits) -> Perform[Cell, None]:

@@ -68,6 +68,7 @@ def command(
     from gradveil.auditing.run import Stopped, run_audit
     from gradveil.auditing.spec import make_spec, read_spec
     from gradveil.core.errors import UserError
+    from gradveil.report.audit_report import Report
     from gradveil.report.pipeline import check_file, github_annotations, write_junit
 
     options: dict[str, Any] = {
@@ -110,7 +111,8 @@ def command(
         return 0
     try:
         shown = display_on(Console(stderr=True), quiet)
-        report = run_audit(case, out, workers=workers, display=shown, memory=size, device=device, ray=ray)
+        run = run_audit(case, out, workers=workers, display=shown, memory=size, device=device, ray=ray)
+        report = Report.written(*run, spec.pictures)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130
@@ -119,8 +121,7 @@ def command(
 
         print_summary(report.summary, Console())
         typer.echo(f"\nReport: {report.folder / 'report.html' if report.folder else ''}")
-    found = report.summary["defenses"]
-    failures = {c.text: [d["spec"] for d in found if c.holds(d)] for c in conditions}
+    failures = {c.text: [d.spec for d in report.summary.defenses if c.holds(d)] for c in conditions}
     for text, failing in failures.items():
         if failing:
             typer.echo(f"gradveil: {text} holds for {', '.join(failing)}", err=True)
@@ -135,12 +136,13 @@ def command(
 def _show_plan(case: Case, out: Path | None, workers: int | None) -> None:
     from gradveil.auditing.estimate import Estimate
     from gradveil.auditing.plan import make_plan
-    from gradveil.auditing.store import RunFolder, default_folder
+    from gradveil.auditing.run import default_folder, identity_of
     from gradveil.processes.worker import cores
     from gradveil.report.words import seconds_text
+    from gradveil.storage.run_folder import RunFolder
 
     folder, plan, estimate = RunFolder(out or default_folder(case)), make_plan(case), Estimate(case)
-    folder.check(case)
+    folder.check(identity_of(case))
     table = Table("cell", "kind", "seconds", box=None, pad_edge=False)
     left = 0.0
     for cell in plan:

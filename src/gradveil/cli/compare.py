@@ -33,23 +33,23 @@ def command(
 
     Example: gradveil compare runs/before runs/after --out compare.html
     """
-    from gradveil.report.compare import compare, write_comparison
+    from gradveil.api import compare
 
-    found = compare(a, b, across or ())
+    comparison = compare(a, b, across or ())
     if not quiet:
-        _show(found, every)
+        _show(comparison, every)
     if out is not None:
-        page = write_comparison(found, out)
+        page = comparison.save(out)
         if not quiet:
             typer.echo(f"\nPage: {page}")
 
 
-def _show(found: Comparison, every: bool) -> None:
+def _show(comparison: Comparison, every: bool) -> None:
     from gradveil.core.text import plain
     from gradveil.report.compare import METRICS
 
     console = Console()
-    console.print(Text(f"{plain(found.scopes[0])}; {found.method}", "dim"))
+    console.print(Text(f"{plain(comparison.scopes[0])}; {comparison.method}", "dim"))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("defense", overflow="fold", min_width=7)
     table.add_column("attack", overflow="fold", min_width=6)
@@ -58,7 +58,7 @@ def _show(found: Comparison, every: bool) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("change (95%)", justify="right", min_width=8)
     table.add_column("reading", min_width=7)
-    for defense in found.defenses:
+    for defense in comparison.defenses:
         name = shown = plain(defense.spec)
         for i, row in enumerate(defense.rows):
             if i and not (every or row.clear):
@@ -78,13 +78,13 @@ def _show(found: Comparison, every: bool) -> None:
     console.print()
     console.print(table)
     console.print()
-    for defense in found.defenses:
+    for defense in comparison.defenses:
         console.print(Text(f"{plain(defense.spec)}: {defense.verdict}"))
         for note in defense.notes:
             console.print(Text(f"Warning ({plain(defense.spec)}): {plain(note)}", "yellow"))
-    for note in found.notes:
+    for note in comparison.notes:
         console.print(Text(f"Warning: {plain(note)}", "yellow"))
-    console.print(Text(plain(found.headline), "bold"))
-    hidden = sum(not row.clear for d in found.defenses for row in d.rows[1:])
+    console.print(Text(plain(comparison.headline), "bold"))
+    hidden = sum(not row.clear for d in comparison.defenses for row in d.rows[1:])
     if hidden and not every:
         console.print(Text(f"{hidden} more rows without a clear change: --all shows them.", "dim"))

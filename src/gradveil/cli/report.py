@@ -15,10 +15,11 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     """Write the page of a stored run again, and print its table."""
-    from gradveil.report import Report, print_summary, write_report
+    from gradveil.report import print_summary, write_report
+    from gradveil.summary import Summary
 
-    report = Report.load(run)
+    summary = Summary.read(run)
     page = write_report(run, pictures)  # type: ignore[arg-type]
     if not quiet:
-        print_summary(report.summary, Console())
+        print_summary(summary, Console())
         typer.echo(f"\nReport: {page}")

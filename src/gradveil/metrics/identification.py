@@ -13,6 +13,7 @@ from scipy.stats import beta
 from torch import Tensor
 
 from gradveil.core.randomness import generator
+from gradveil.core.results import Rate
 from gradveil.core.types import Batch, hard_labels
 
 ENOUGH = 200  # a class with fewer distractors is replaced by all classes
@@ -134,8 +135,8 @@ def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float,
     return low, high
 
 
-def identification_rate(identified: Tensor, chance: float, *, attacks: int = 1) -> dict[str, float]:
+def identification_rate(identified: Tensor, chance: float, *, attacks: int = 1) -> Rate:
     """The share identified with its interval, beside chance; the best of several attacks has as many chances."""
     hits, n = int(identified.sum()), len(identified)
     low, high = clopper_pearson(hits, n)
-    return {"rate": hits / n, "low": low, "high": high, "chance": min(1.0, chance * attacks)}
+    return Rate(rate=hits / n, low=low, high=high, chance=min(1.0, chance * attacks))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gradveil.core.results import RECOGNISABLE, Against, ScoreRow, Statistic
 from gradveil.core.types import Batch, hard_labels
 from gradveil.metrics.identification import identification_rate, identify
 from gradveil.metrics.matching import match
@@ -18,9 +18,6 @@ from gradveil.metrics.perceptual import lpips as perceptual_distance
 from gradveil.metrics.pixel import as_pixels, mse, psnr
 from gradveil.metrics.structural import ssim
 
-Against = Literal["original", "fed", "component"]
-
-RECOGNISABLE = 0.6  # SSIM from which an attack counts as successful (Scheliga et al. 2022, PRECODE)
 GREY = 0.5  # stands for an image that is not finite
 
 
@@ -119,38 +116,35 @@ def score_all(
     ]
 
 
-def summarize(scores: Sequence[Scores], *, attacks: int = 1) -> dict[str, Any]:
+def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None, attacks: int = 1) -> ScoreRow:
     """All images of all victims in one row. `attacks`: of how many each victim's worst was taken, for its chance.
 
     Failed images are in every average, as mid-grey, and are counted under `failed`.
     """
     if not sum(len(s) for s in scores):
         raise ValueError("no scores to summarize")
-    row: dict[str, Any] = {
-        name: _spread([getattr(s, name) for s in scores]) for name in ("psnr", "ssim", "mse", "lpips")
-    }
-    row["asr"] = _join([s.recognisable for s in scores]).double().mean().item()
-    row["identified"] = None
+    rate = None
     if all(s.identified is not None and s.chance is not None for s in scores):
         identified = _join([s.identified for s in scores])
         chance = sum((s.chance or 0.0) * len(s) for s in scores) / len(identified)
-        row["identified"] = identification_rate(identified, chance, attacks=attacks)
-    row["scored"] = sum(len(s) for s in scores)
-    row["failed"] = int(_join([s.failed for s in scores]).sum())
-    return row
+        rate = identification_rate(identified, chance, attacks=attacks)
+    return ScoreRow(
+        against=scores[0].against,
+        psnr=_statistic([s.psnr for s in scores]),
+        ssim=_statistic([s.ssim for s in scores]),
+        mse=_statistic([s.mse for s in scores]),
+        lpips=_statistic([s.lpips for s in scores]),
+        asr=_join([s.recognisable for s in scores]).double().mean().item(),
+        identified=rate,
+        scored=sum(len(s) for s in scores),
+        failed=int(_join([s.failed for s in scores]).sum()),
+        label_accuracy=label_accuracy,
+    )
 
 
 def _join(parts: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([p for p in parts if p is not None])
 
 
-def _spread(parts: Sequence[Tensor | None]) -> dict[str, float] | None:
-    if any(p is None for p in parts):
-        return None
-    values = _join(parts).double()
-    return {
-        "mean": values.mean().item(),
-        "std": values.std(correction=0).item(),
-        "min": values.min().item(),
-        "max": values.max().item(),
-    }
+def _statistic(parts: Sequence[Tensor | None]) -> Statistic | None:
+    return None if any(p is None for p in parts) else Statistic.of(_join(parts).double().tolist())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from gradveil.core.text import shorten
-from gradveil.report.view import DefenseView, SummaryView, mapping, number
 from gradveil.report.words import digits, percent, rate_text
+from gradveil.storage.run_folder import StoredCell
+from gradveil.summary import DefenseRow, Rate, Summary
 
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
@@ -28,7 +28,9 @@ class Tick:
 class Point:
     """A defense on the privacy–utility chart, with its interval from `low` to `high`."""
 
-    defense: DefenseView
+    defense: DefenseRow
+    number: int  # of the defense, from 1
+    rate: Rate
     cost: float  # as measured; the rest is in pixels
     x: float
     y: float
@@ -76,18 +78,24 @@ def scale(domain: Sequence[float], start: float, end: float) -> Callable[[float]
     return lambda value: round(start + (value - low) / (high - low or 1) * (end - start), 2)
 
 
-def privacy_utility(view: SummaryView) -> Scatter | None:
+def privacy_utility(summary: Summary) -> Scatter | None:
     """Leakage against cost: accuracy loss where it was measured, else how far the gradient was turned."""
-    leaking = [d for d in view.defenses if d.identified is not None]
-    by_loss = any(d.loss is not None and math.isfinite(d.loss) for d in leaking if not d.control)
-    value: Callable[[DefenseView], float | None] = _loss if by_loss else _turn
-    shown = [(d, v) for d in leaking if (v := value(d)) is not None and math.isfinite(v)]
+    attacked = [(number, d, d.worst.identified) for number, d in enumerate(summary.defenses, 1) if d.worst]
+    by_loss = any(d.loss is not None for _, d, _ in attacked if not d.control)
+    cost: Callable[[DefenseRow], float | None] = (lambda d: d.loss) if by_loss else _turn
+    shown = [(number, d, rate, value) for number, d, rate in attacked if (value := cost(d)) is not None]
     if not shown:
         return None
-    x_values = nice_ticks(min(0.0, *(v for _, v in shown)), max(0.0, *(v for _, v in shown)))
+    costs = [value for *_, value in shown]
+    x_values = nice_ticks(min(0.0, *costs), max(0.0, *costs))
     x = scale(x_values, LEFT, WIDTH - RIGHT)
     y = scale([0.0, 1.0], HEIGHT - BOTTOM, TOP)
-    points = [_point(d, v, x(v), y, by_loss) for d, v in shown]
+    points = []
+    for number, defense, rate, value in shown:
+        price = f"accuracy loss {digits(defense.loss, 1)}%" if by_loss else f"gradient cosine {digits(defense.cosine)}"
+        tip = f"{defense.spec}: {defense.judgement}; identified {rate_text(rate)}; {price}"
+        points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip))
+    base = summary.baseline.identified if summary.baseline else None
     chart = Scatter(
         x_title="accuracy loss (PDM, %)" if by_loss else "gradient cosine to the undefended update",
         x_note="how much of the undefended test accuracy is lost" if by_loss else "1 = the update is unchanged",
@@ -95,19 +103,15 @@ def privacy_utility(view: SummaryView) -> Scatter | None:
         y_ticks=[Tick(y(t / 4), f"{25 * t}%") for t in range(5)],
         points=points,
         numbered=len(points) > DIRECT_LABELS,
-        baseline=_baseline(view, y),
+        baseline=Tick(y(base.rate), f"no update at all: {percent(base.rate)}") if base else None,
         by_loss=by_loss,
-        missing=[d.spec for d in view.defenses if d not in [s for s, _ in shown]],
+        missing=[d.spec for d in summary.defenses if d not in [p.defense for p in points]],
     )
     _label(chart)
     return chart
 
 
-def _loss(defense: DefenseView) -> float | None:
-    return 0.0 if defense.control and defense.loss is None and defense.accuracy is not None else defense.loss
-
-
-def _turn(defense: DefenseView) -> float | None:
+def _turn(defense: DefenseRow) -> float | None:
     """One minus the cosine, so that both kinds of chart have the cheap defenses on the left."""
     if defense.cosine is None:
         return 0.0 if defense.control else None
@@ -117,21 +121,6 @@ def _turn(defense: DefenseView) -> float | None:
 def _tick(value: float, all_values: Sequence[float]) -> str:
     step = all_values[1] - all_values[0]
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}".replace("-", "−")
-
-
-def _point(defense: DefenseView, cost: float, x: float, y: Callable[[float], float], by_loss: bool) -> Point:
-    rate = defense.identified
-    assert rate is not None  # only defenses with a rate come here
-    price = f"accuracy loss {digits(defense.loss, 1)}%" if by_loss else f"gradient cosine {digits(defense.cosine)}"
-    tip = f"{defense.spec}: {defense.verdict}; identified {rate_text(rate)}; {price}"
-    low = rate.rate if rate.low is None else rate.low
-    high = rate.rate if rate.high is None else rate.high
-    return Point(defense, cost, x, y(rate.rate), y(low), y(high), tip)
-
-
-def _baseline(view: SummaryView, y: Callable[[float], float]) -> Tick | None:
-    rate = view.baseline.identified if view.baseline else None
-    return Tick(y(rate.rate), f"no update at all: {percent(rate.rate)}") if rate else None
 
 
 def _label(chart: Scatter) -> None:
@@ -147,7 +136,7 @@ def _label(chart: Scatter) -> None:
     taken += [(p.x - 3, p.high, p.x + 3, p.low) for p in chart.points]
     for cluster in clusters:
         first = cluster[0]
-        names = [str(p.defense.index) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster]
+        names = [str(p.number) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster]
         first.label = ", ".join(names)
         width = 7.2 * len(first.label) + 4
         spots = [
@@ -184,13 +173,12 @@ def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float,
 class Line:
     name: str
     path: str  # the `points` of an SVG polyline
-    index: int
     last: float
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Accuracy over rounds, one line a defense."""
+    """Accuracy over rounds, one line per defense."""
 
     x_ticks: list[Tick]
     y_ticks: list[Tick]
@@ -203,28 +191,22 @@ class Lines:
     bottom: int = HEIGHT - BOTTOM
 
 
-def accuracy_curves(cells: Sequence[Mapping[str, Any]], view: SummaryView) -> Lines | None:
-    order = {d.spec: d.index for d in view.defenses}
-    curves = []
-    for cell in cells:
-        history = mapping(cell.get("history"))
-        if cell.get("defense") not in order:
-            continue
-        values = [number(v) for v in history.get("acc_test") or []]
-        curve = [(i, v) for i, v in enumerate(values, 1) if v is not None and math.isfinite(v)]
-        if curve:
-            curves.append((str(cell.get("defense", "?")), curve))
+def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Lines | None:
+    """Of these defenses, in their order; a folder may hold cells of other audits too."""
+    histories = {cell.defense: cell.history.get("acc_test", ()) for cell in cells if cell.kind == "utility"}
+    curves = {
+        defense: curve
+        for defense in defenses
+        if (curve := [(i, v) for i, v in enumerate(histories.get(defense, ()), 1) if v is not None])
+    }
     if not curves:
         return None
-    rounds = max(c[-1][0] for _, c in curves)
+    rounds = max(curve[-1][0] for curve in curves.values())
     x_values = [t for t in nice_ticks(1, max(rounds, 2)) if t == int(t)]
-    lowest, highest = (f(v for _, c in curves for _, v in c) for f in (min, max))
+    lowest, highest = (f(v for curve in curves.values() for _, v in curve) for f in (min, max))
     y_values = nice_ticks(lowest, highest)
     x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
-    lines = [
-        Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), order[name], curve[-1][1])
-        for name, curve in sorted(curves, key=lambda c: order[c[0]])
-    ]
+    lines = [Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()]
     places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
     return Lines([Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines)
 
@@ -242,14 +224,11 @@ class Spark:
     height: int = SPARK[1]
 
 
-def objective_curve(history: Mapping[str, Any] | None) -> Spark | None:
+def objective_curve(history: Mapping[str, Sequence[float | None]]) -> Spark | None:
     """Logarithmic when the objective falls by more than a hundredfold."""
-    given = mapping(history)
-    values = [number(v) for v in given.get("objective") or []]
-    steps = [number(s) for s in given.get("step") or range(len(values))]
-    curve = [
-        (s, v) for s, v in zip(steps, values, strict=False) if s is not None and v is not None and math.isfinite(v)
-    ]
+    values = history.get("objective", ())
+    steps = history.get("step") or range(len(values))
+    curve = [(s, v) for s, v in zip(steps, values, strict=False) if s is not None and v is not None]
     if len(curve) < 2:
         return None
     thin = max(1, math.ceil(len(curve) / SPARK_POINTS))

@@ -6,30 +6,28 @@ victim is; else the two groups are compared. A victim is a batch: its images sha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from scipy.stats import norm, t
 
 from gradveil.core.errors import UserError
+from gradveil.core.results import ImageScores, Place
 from gradveil.core.text import listing, plain, plural, shorten
 from gradveil.report import words
-from gradveil.report.folder import RunFolder
+from gradveil.report.intervals import interval
 from gradveil.report.page import page
-from gradveil.report.pictures import Place, place_of
-from gradveil.report.view import DefenseView, SummaryView, number, whole
+from gradveil.report.pictures import attacked
 from gradveil.storage.files import write_text
+from gradveil.storage.run_folder import RunFolder
+from gradveil.summary import DefenseRow, Summary
 
 WORST = "worst of all"  # the row of a defense that takes the strongest attack on every image
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
-CLEAR = 0.05  # one minus the level of the intervals
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 
-Images = Mapping[Place, Mapping[str, Any]]
+Images = Mapping[Place, ImageScores]
 Attacks = Mapping[str, Images]
 
 
@@ -69,21 +67,23 @@ class Change:
     @property
     def texts(self) -> tuple[str, str, str]:
         """Before, after and the difference with its interval, as they are shown."""
-        shares = self.metric in ("identified", "accuracy")
-        places = 1 if self.metric == "psnr" else 2
-        values = (self.before, self.after)
-        before, after = (words.percent(v, 1) if shares else words.digits(v, places) for v in values)
+        share, places = self.metric in ("identified", "accuracy"), 2 if self.metric == "ssim" else 1
+        before, after = (words.percent(v, 1) if share else words.digits(v, places) for v in (self.before, self.after))
         if self.difference is None:
             return before, after, words.NOTHING
-        scale = 100 if shares else 1
-        text = _signed(scale * self.difference, 1 if shares else places)
-        if self.low is not None and self.high is not None and self.low != self.high:
-            text += f" ({' to '.join(_signed(scale * v, 1 if shares else places) for v in (self.low, self.high))})"
-        return before, after, text
+        numbers = [v for v in (self.difference, self.low, self.high) if v is not None]
+        first, *between = (_signed(100 * v if share else v, places) for v in numbers)
+        shown = self.low != self.high and len(between) == 2
+        return before, after, f"{first} ({' to '.join(between)})" if shown else first
+
+
+def _signed(value: float, places: int) -> str:
+    text = words.digits(value, places)
+    return f"+{text}" if value > 0 and any(c in text for c in "123456789") else text
 
 
 @dataclass(frozen=True)
-class Row:
+class AttackChange:
     """One attack on one defense in both runs, or the worst of all attacks."""
 
     attack: str
@@ -99,9 +99,9 @@ class DefenseChange:
     spec: str
     before: str  # the verdicts
     after: str
-    rows: list[Row]
+    rows: list[AttackChange]
     accuracy: Change
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     @property
     def verdict(self) -> str:
@@ -128,155 +128,150 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        moved = [d for d in self.defenses if d.before != d.after]
+        moved = [d.spec for d in self.defenses if d.before != d.after]
         clear = [d.spec for d in self.defenses if d.rows and d.rows[0].clear]
         if not self.defenses:
             return "The runs have no defense in common."
-        first = f"The verdict changed for {listing(d.spec for d in moved)}" if moved else "No verdict changed"
+        first = f"The verdict changed for {listing(moved)}" if moved else "No verdict changed"
         if clear:
             return f"{first}; what the worst attack got changed clearly under {listing(clear)}."
         return f"{first}, and what the worst attack got changed nowhere clearly."
 
+    def save(self, file: str | Path) -> Path:
+        """Write one self-contained page without a script."""
+        file = Path(file)
+        if file.is_dir():
+            raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
+        write_text(file, page("compare.html.j2", comparison=self, names=METRICS), mode=0o644)
+        return file
 
-def compare(a: str | Path, b: str | Path, across: Iterable[str] = ()) -> Comparison:
+
+@dataclass(frozen=True)
+class _Run:
+    """One of the two: its summary, what its environment tells of data and model, and what every attack got."""
+
+    path: Path
+    summary: Summary
+    terms: dict[str, object]
+    attacks: Mapping[str, Attacks]  # by defense, of those that ran
+
+    @classmethod
+    def read(cls, path: Path) -> _Run:
+        folder, summary = RunFolder(path), Summary.read(path)
+        terms: dict[str, object] = dict(summary.case)
+        if environment := folder.environment:  # one name may stand for other files or weights by now
+            terms |= {"data's content": environment.data_sha256, "model's content": environment.model_sha256}
+        got = {
+            d.spec: {row.spec: {i.place: i for i in cell.victims} for row, cell in attacked(folder, d) if row.ok}
+            for d in summary.defenses
+        }
+        return cls(path, summary, terms, got)
+
+    @property
+    def labels(self) -> dict[Place, int | None]:
+        return {
+            place: image.label
+            for attacks in self.attacks.values()
+            for images in attacks.values()
+            for place, image in images.items()
+        }
+
+
+def compare_runs(a: Path, b: Path, across: Iterable[str] = ()) -> Comparison:
     """Compare two finished runs. Cases that differ are refused, but for the terms named in `across`."""
-    runs = [RunFolder.read(Path(p)) for p in (a, b)]
-    views = [SummaryView.read(run.summary) for run in runs]
-    notes = _check_cases(runs, views, set(across))
-    named = [{d.spec: d for d in view.defenses} for view in views]
-    attacks = [{spec: _attacks(run, d) for spec, d in found.items()} for run, found in zip(runs, named, strict=True)]
-    shared = [spec for spec in named[0] if spec in named[1]]
-    paired = _same_victims(runs, views, [_labels(found.values()) for found in attacks])
-    for path, mine, other in ((a, named[0], named[1]), (b, named[1], named[0])):
-        alone = [spec for spec in mine if spec not in other]
-        if alone:
+    first, second = _Run.read(a), _Run.read(b)
+    notes = _check_cases(first, second, set(across))
+    paired = _same_victims(first, second)
+    ours, theirs = ({d.spec: d for d in run.summary.defenses} for run in (first, second))
+    for path, mine, other in ((a, ours, theirs), (b, theirs, ours)):
+        if alone := [spec for spec in mine if spec not in other]:
             notes.append(f"Only in {path}: {listing(alone)}.")
-    changed = [_defense(named[0][spec], named[1][spec], attacks[0][spec], attacks[1][spec], paired) for spec in shared]
-    victims = (whole(views[0].case.get("victims")) or 0, whole(views[1].case.get("victims")) or 0)
-    scopes = (words.scope(views[0]), words.scope(views[1]))
-    return Comparison(Path(a), Path(b), scopes, paired, victims, changed, notes)
-
-
-def write_comparison(comparison: Comparison, file: str | Path) -> Path:
-    """One self-contained page without a script."""
-    file = Path(file)
-    if file.is_dir():
-        raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
-    write_text(file, page("compare.html.j2", found=comparison, names=METRICS))
-    return file
+    changed = [
+        _defense(ours[spec], theirs[spec], first.attacks[spec], second.attacks[spec], paired)
+        for spec in ours
+        if spec in theirs
+    ]
+    victims = (first.summary.case.victims, second.summary.case.victims)
+    return Comparison(a, b, (first.summary.scope, second.summary.scope), paired, victims, changed, notes)
 
 
 # -- may they be compared? -------------------------------------------------------------------------------------------
 
 
-def _check_cases(runs: Sequence[RunFolder], views: Sequence[SummaryView], across: set[str]) -> list[str]:
+def _check_cases(a: _Run, b: _Run, across: set[str]) -> list[str]:
     """Notes on what differs by permission; terms that differ without it are refused by name."""
-    cases = [dict(view.case) for view in views]
-    for case, run in zip(cases, runs, strict=True):
-        for name in ("data_sha256", "model_sha256"):  # one name may stand for other files or weights by now
-            if name in run.environment:
-                case[name.removesuffix("_sha256") + "'s content"] = run.environment[name]
-    terms = [n for n in dict.fromkeys([*cases[0], *cases[1]]) if cases[0].get(n) != cases[1].get(n)]
+    differs = {n: f"{_short(a.terms.get(n))} and {_short(b.terms.get(n))}" for n in {**a.terms, **b.terms}}
+    differs = {n: text for n, text in differs.items() if a.terms.get(n) != b.terms.get(n)}
     # Another seed draws another split and other weights, and another name has other content of course.
-    follows = {"data's content": ("data", "seed"), "model's content": ("model", "seed")}
-    terms = [n for n in terms if not any(cause in terms for cause in follows.get(n, ()))]
-    if "data" in terms:
-        terms = [n for n in terms if n not in ("input_shape", "num_classes", "class_names")]
-    unknown = [n for n in across if not any(n in (*case, *follows) for case in cases)]
+    follows: dict[str, tuple[str, ...]] = dict.fromkeys(("input_shape", "num_classes", "class_names"), ("data",))
+    follows |= {"data's content": ("data", "seed"), "model's content": ("model", "seed")}
+    differs = {n: text for n, text in differs.items() if not any(cause in differs for cause in follows.get(n, ()))}
+    unknown = [n for n in across if n not in {*a.terms, *b.terms, *follows}]
     if unknown:
-        raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(cases[0])}.")
-    wrong = [n for n in terms if n not in across and n not in SAMPLING]
+        raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(a.terms)}.")
+    wrong = [n for n in differs if n not in across and n not in SAMPLING]
     if wrong:
-        listed = ", ".join(f"{n} ({_short(cases[0].get(n))} and {_short(cases[1].get(n))})" for n in wrong)
+        listed = ", ".join(f"{n} ({differs[n]})" for n in wrong)
         allow = " ".join(f"--across '{n}'" if " " in n else f"--across {n}" for n in wrong)
         raise UserError(
             f"the runs are different cases: {listed}. A change could come from that; to compare all the same: {allow}."
         )
-    notes = [f"The runs differ in {n}: {_short(cases[0].get(n))} and {_short(cases[1].get(n))}." for n in terms]
-    for name, values in (("version", [v.version for v in views]), ("attack suite", [v.suite for v in views])):
-        if values[0] != values[1]:
-            notes.append(f"The runs differ in their {name}: {values[0]} and {values[1]}.")
+    notes = [f"The runs differ in {n}: {text}." for n, text in differs.items()]
+    for name in ("gradveil", "suite"):
+        first, second = getattr(a.summary, name), getattr(b.summary, name)
+        if first != second:
+            notes.append(f"The runs differ in their {name}: {first} and {second}.")
     return notes
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return plain(shorten(str(value), 40))
 
 
-def _same_victims(
-    runs: Sequence[RunFolder], views: Sequence[SummaryView], labels: Sequence[Mapping[Place, Any]]
-) -> bool:
+def _same_victims(a: _Run, b: _Run) -> bool:
     """Same data and draw, and the labels agree. With more victims in one run, the first of them are the same."""
-    drawn = [tuple(view.case.get(n) for n in ("data", "seed", "batch_size")) for view in views]
-    content = [run.environment.get("data_sha256") for run in runs]
-    if drawn[0] != drawn[1] or content[0] != content[1]:
+    if any(a.terms.get(n) != b.terms.get(n) for n in ("data", "data's content", "seed", "batch_size")):
         return False
-    both = labels[0].keys() & labels[1].keys()
-    return bool(both) and all(labels[0][place] == labels[1][place] for place in both)
-
-
-def _labels(defenses: Iterable[Attacks]) -> dict[Place, Any]:
-    return {
-        place: image.get("label")
-        for attacks in defenses
-        for images in attacks.values()
-        for place, image in images.items()
-    }
+    both = a.labels.keys() & b.labels.keys()
+    return bool(both) and all(a.labels[place] == b.labels[place] for place in both)
 
 
 # -- one defense -----------------------------------------------------------------------------------------------------
 
 
-def _attacks(run: RunFolder, defense: DefenseView) -> dict[str, Images]:
-    """What every attack that ran got of every image."""
-    ran = [(row.attack, cell) for row, cell in run.attacked(defense) if row.ok]
-    return {name: {place_of(v): v for v in cell.get("victims") or []} for name, cell in ran}
-
-
-def _defense(a: DefenseView, b: DefenseView, ours: Attacks, theirs: Attacks, paired: bool) -> DefenseChange:
-    rows = [Row(WORST, list(_changes(_worst(ours), _worst(theirs), paired)))] if ours and theirs else []
-    rows += [Row(name, list(_changes(ours[name], theirs[name], paired))) for name in ours if name in theirs]
+def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paired: bool) -> DefenseChange:
+    rows = [AttackChange(WORST, list(_changes(_worst(ours), _worst(theirs), paired)))] if ours and theirs else []
+    rows += [AttackChange(name, list(_changes(ours[name], theirs[name], paired))) for name in ours if name in theirs]
     notes = []
     for which, mine, other in (("first", ours, theirs), ("second", theirs, ours)):
-        alone = [name for name in mine if name not in other]
-        if alone:
+        if alone := [name for name in mine if name not in other]:
             notes.append(f"Only in the {which} run: {listing(alone)}. More attacks alone make the worst of all worse.")
-    return DefenseChange(a.spec, a.verdict, b.verdict, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
+    return DefenseChange(a.spec, a.judgement, b.judgement, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
 
 
-def _worst(attacks: Attacks) -> dict[Place, Mapping[str, Any]]:
+def _worst(attacks: Attacks) -> Images:
     """For every image what the attack got that got most of it, by the verdict's own order."""
-
-    def got(image: Mapping[str, Any]) -> tuple[bool, float, float]:
-        ssim, psnr = (number(image.get(n)) for n in ("ssim", "psnr"))
-        return bool(image.get("identified")), -math.inf if ssim is None else ssim, -math.inf if psnr is None else psnr
-
     places = dict.fromkeys(place for images in attacks.values() for place in images)
-    return {p: max((images[p] for images in attacks.values() if p in images), key=got) for p in places}
+    return {
+        p: max((images[p] for images in attacks.values() if p in images), key=lambda image: image.strength)
+        for p in places
+    }
 
 
 def _changes(a: Images, b: Images, paired: bool) -> Iterator[Change]:
-    single = all(image == 0 for _, image in (*a, *b))  # one image a victim
+    single = all(image == 0 for _, image in (*a, *b))  # one image per victim
     for metric in METRICS:
-        before, after = _values(a, metric), _values(b, metric)
+        before, after = (
+            {place: float(v) for place, image in images.items() if (v := getattr(image, metric)) is not None}
+            for images in (a, b)
+        )
         if paired:
             both = [place for place in before if place in after]
-            before, after = ({p: found[p] for p in both} for found in (before, after))
-        low, high = _interval(before, after, paired, metric == "identified" and single)
-        groups = [_by_victim(v) for v in (before, after)]
-        means = [float(np.mean([*group.values()])) if group else None for group in groups]
-        yield Change(metric, means[0], means[1], low, high, min(len(group) for group in groups))
-
-
-def _values(images: Images, metric: str) -> dict[Place, float]:
-    """What was measured and is finite; an image that could not be identified at all has no say."""
-    found = {}
-    for place, image in images.items():
-        given = image.get(metric)
-        value = float(given) if isinstance(given, bool) else number(given)
-        if value is not None and math.isfinite(value):
-            found[place] = value
-    return found
+            before, after = ({p: values[p] for p in both} for values in (before, after))
+        groups = _by_victim(before), _by_victim(after)
+        low, high = interval(*groups, paired, metric == "identified" and single)
+        first, second = (float(np.mean([*group.values()])) if group else None for group in groups)
+        yield Change(metric, first, second, low, high, min(map(len, groups)))
 
 
 def _by_victim(values: Mapping[Place, float]) -> dict[int, float]:
@@ -284,59 +279,3 @@ def _by_victim(values: Mapping[Place, float]) -> dict[int, float]:
     for (victim, _), value in values.items():
         groups.setdefault(victim, []).append(value)
     return {victim: float(np.mean(group)) for victim, group in groups.items()}
-
-
-# -- intervals -------------------------------------------------------------------------------------------------------
-
-
-def _interval(
-    before: Mapping[Place, float], after: Mapping[Place, float], paired: bool, shares: bool
-) -> tuple[float | None, float | None]:
-    a, b = _by_victim(before), _by_victim(after)
-    if min(len(a), len(b)) < 2:
-        return None, None
-    if paired:
-        differences = np.array([b[v] - a[v] for v in a])
-        if not differences.any():
-            return 0.0, 0.0
-        return paired_shares(differences) if shares else paired_means(differences)
-    first, second = np.array([*a.values()]), np.array([*b.values()])
-    return two_shares(first, second) if shares else two_means(first, second)
-
-
-def paired_means(differences: np.ndarray) -> tuple[float, float]:
-    """Student's interval of the mean difference."""
-    n = len(differences)
-    half = t.ppf(1 - CLEAR / 2, n - 1) * differences.std(ddof=1) / math.sqrt(n)
-    return float(differences.mean() - half), float(differences.mean() + half)
-
-
-def two_means(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Welch's interval: the groups may spread differently."""
-    parts = [x.var(ddof=1) / len(x) for x in (a, b)]
-    if not sum(parts):
-        return float(b.mean() - a.mean()), float(b.mean() - a.mean())
-    freedom = sum(parts) ** 2 / sum(p**2 / (len(x) - 1) for p, x in zip(parts, (a, b), strict=True))
-    half = t.ppf(1 - CLEAR / 2, freedom) * math.sqrt(sum(parts))
-    return float(b.mean() - a.mean() - half), float(b.mean() - a.mean() + half)
-
-
-def paired_shares(differences: np.ndarray) -> tuple[float, float]:
-    """Bonett and Price's interval: the shares that changed either way, each with one more added. Holds for few too."""
-    n = len(differences) + 2
-    up, down = ((differences > 0).sum() + 1) / n, ((differences < 0).sum() + 1) / n
-    half = norm.ppf(1 - CLEAR / 2) * math.sqrt((up + down - (up - down) ** 2) / n)
-    return max(-1.0, float(up - down - half)), min(1.0, float(up - down + half))
-
-
-def two_shares(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Agresti and Caffo's interval: one hit and one miss added to each group. Holds for few too."""
-    n, m = len(a) + 2, len(b) + 2
-    p, q = (a.sum() + 1) / n, (b.sum() + 1) / m
-    half = norm.ppf(1 - CLEAR / 2) * math.sqrt(p * (1 - p) / n + q * (1 - q) / m)
-    return max(-1.0, float(q - p - half)), min(1.0, float(q - p + half))
-
-
-def _signed(value: float, places: int) -> str:
-    text = words.digits(value, places)
-    return f"+{text}" if value > 0 and any(c in text for c in "123456789∞") else text

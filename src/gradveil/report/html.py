@@ -11,17 +11,18 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from markupsafe import Markup
 
 from gradveil.core.errors import UserError
+from gradveil.core.results import ImageScores, Place
 from gradveil.report import chart, words
-from gradveil.report.folder import RunFolder
 from gradveil.report.page import page
-from gradveil.report.pictures import Pictures, Place, Strip, collect, place_of, worst_of
-from gradveil.report.view import DefenseView, Row, SummaryView, number, texts, whole
+from gradveil.report.pictures import Pictures, Strip, attacked, collect, worst_of
 from gradveil.storage.files import write_text
+from gradveil.storage.run_folder import RunFolder, StoredCell
+from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary
 
 PictureMode = Literal["none", "blurred", "shown"]
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
@@ -57,7 +58,7 @@ class GalleryRow:
 
 @dataclass(frozen=True)
 class Gallery:
-    defense: DefenseView
+    defense: DefenseRow
     heads: list[tuple[str, str, bool]]  # victim, its label, and whether the column waits for "show all"
     rows: list[GalleryRow]
 
@@ -80,90 +81,81 @@ def write_report(run_dir: Path, pictures: PictureMode = "blurred") -> Path:
     """Write `report.html` into a run's folder and return its path."""
     if pictures not in get_args(PictureMode):
         raise UserError(f"pictures '{pictures}': choose one of {', '.join(get_args(PictureMode))}.")
-    run = RunFolder.read(Path(run_dir))
-    write_text(run.path / "report.html", render(run, pictures))
-    return run.path / "report.html"
+    file = Path(run_dir) / "report.html"
+    write_text(file, render(RunFolder(Path(run_dir)), pictures))
+    return file
 
 
 def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
     """The page as text. It depends on the folder alone, so that the same run gives the same page."""
-    view = SummaryView.read(run.summary)
-    shown = collect(run, view) if pictures != "none" else Pictures()
+    summary = Summary.read(run.path)
+    shown = collect(run, summary) if pictures != "none" else Pictures()
     script = page("script.js.j2")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rows = [(d, r) for d in view.defenses for r in d.rows]
-    control = view.control
+    rows = [(d, r) for d in summary.defenses for r in d.attacks]
+    environment = run.environment
     return page(
         "report.html.j2",
-        view=view,
+        summary=summary,
         mode=pictures,
         pictures=shown,
         script=Markup(script),  # our own file, without a word of the run in it
         script_hash=digest,
-        verdicts=[(d, worst_case(run, view, d, shown)) for d in view.defenses],
-        choice=words.recommend(view),
-        scatter=chart.privacy_utility(view),
-        control_rows=sorted(
-            (r for r in control.rows if r.against == "original") if control else [],
-            key=lambda r: r.strength,
-            reverse=True,
-        ),
+        verdicts=[(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses],
+        choice=words.recommend(summary),
+        scatter=chart.privacy_utility(summary),
+        control_rows=summary.control.ranked if summary.control else [],
         rows=rows,
         options={
             "defense": list(dict.fromkeys(d.spec for d, _ in rows)),
-            "attack": view.attacks(),
+            "attack": summary.attacks,
             "knowledge": list(dict.fromkeys(r.knowledge for _, r in rows)),
             "against": list(dict.fromkeys(r.against for _, r in rows)),
         },
-        has_updates=any(r.updates not in (None, 1) for _, r in rows),
-        has_lpips=any(r.lpips.mean is not None for _, r in rows),
-        galleries=list(galleries(run, view, shown)),
-        accuracy=chart.accuracy_curves(run.of_kind("utility"), view),
-        objectives=list(objectives(run, view)),
+        has_updates=any(r.updates != 1 for _, r in rows),
+        has_lpips=any(r.lpips for _, r in rows),
+        galleries=list(galleries(run, summary, shown)),
+        accuracy=chart.accuracy_curves(run.cells.values(), [d.spec for d in summary.defenses]),
+        objectives=list(objectives(run, summary)),
         settings=run.settings,
-        environment=list(flatten(run.environment)),
-        case=list(flatten(view.case)),
+        environment=list(flatten(environment.model_dump())) if environment else [],
+        case=list(flatten(summary.case.model_dump())),
     )
 
 
-def class_names(view: SummaryView) -> list[str]:
-    return texts(view.case.get("class_names"))
-
-
-def worst_case(run: RunFolder, view: SummaryView, defense: DefenseView, shown: Pictures) -> WorstCase | None:
+def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pictures) -> WorstCase | None:
     """The one private image of which most was rebuilt, in words and, if there are any, in pictures."""
-    found = worst_of(run, defense)
-    if found is None:
+    worst = worst_of(run, defense)
+    if worst is None:
         return None
-    cell, victim = found
-    attack, place = str(cell.get("attack", "?")), place_of(victim)
-    text = f"Worst case: {who(place, batched(view))}, rebuilt by {attack}: {scores(victim)}."
-    original, rebuilt = shown.originals.get(defense.spec), shown.rebuilt.get(str(cell.get("key")))
-    if original is None or rebuilt is None or place not in shown.places:
+    cell, image = worst
+    identified = "identified" if image.identified else "not identified"
+    scores = f"PSNR {words.digits(image.psnr, 1)} dB, SSIM {words.digits(image.ssim)}, {identified}"
+    text = f"Worst case: {who(image.place, case.batch_size > 1)}, rebuilt by {cell.attack}: {scores}."
+    original, rebuilt = shown.originals.get(defense.spec), shown.rebuilt.get(cell.key)
+    if original is None or rebuilt is None or image.place not in shown.places:
         return WorstCase(text, None, None)
-    column = shown.places.index(place)
-    label = label_of(victim, class_names(view))
+    column = shown.places.index(image.place)
+    label = label_of(image, case)
     return WorstCase(
         text,
         Tile(original.sprite, column, f"Private image, {label}" if label else "Private image", "original"),
-        Tile(
-            rebuilt.sprite, column, f"The same image as rebuilt by {attack}", "rebuilt", bool(victim.get("identified"))
-        ),
+        Tile(rebuilt.sprite, column, f"The same image as rebuilt by {cell.attack}", "rebuilt", bool(image.identified)),
     )
 
 
-def galleries(run: RunFolder, view: SummaryView, shown: Pictures) -> Iterator[Gallery]:
+def galleries(run: RunFolder, summary: Summary, shown: Pictures) -> Iterator[Gallery]:
     """For every defense the originals, what was fed where that differs, and each attack's reconstructions."""
-    many, names = batched(view), class_names(view)
-    for defense in view.defenses:
+    many = summary.case.batch_size > 1
+    for defense in summary.defenses:
         original = shown.originals.get(defense.spec)
         if original is None:
             continue
-        drawn = [(r, c, s) for r, c in run.attacked(defense) if (s := shown.rebuilt.get(str(c.get("key"))))]
+        drawn = [(r, c, s) for r, c in attacked(run, defense) if (s := shown.rebuilt.get(c.key))]
         if not drawn:
             continue
-        victims = {place_of(v): v for v in drawn[0][1].get("victims") or []}
-        heads = [(who(p, many), label_of(victims.get(p, {}), names), p not in shown.first) for p in shown.places]
+        labels = {image.place: label_of(image, summary.case) for image in drawn[0][1].victims}
+        heads = [(who(p, many), labels.get(p, ""), p not in shown.first) for p in shown.places]
         rows = [GalleryRow("original", "", _tiles(original, "Private image", shown, many))]
         if defense.spec in shown.fed:
             rows.append(
@@ -176,22 +168,21 @@ def galleries(run: RunFolder, view: SummaryView, shown: Pictures) -> Iterator[Ga
 
 
 def _gallery_row(
-    row: Row, cell: Mapping[str, Any], strip: Strip, shown: Pictures, *, many: bool, more: bool
+    row: AttackRow, cell: StoredCell, strip: Strip, shown: Pictures, *, many: bool, more: bool
 ) -> GalleryRow:
-    by_place = {place_of(v): v for v in cell.get("victims") or []}
-    tiles = [
-        Tile(strip.sprite, i, f"{who(p, many)} rebuilt by {row.attack}", short_scores(v), bool(v.get("identified")))
-        if strip.present[i]
-        else None
-        for i, p in enumerate(shown.places)
-        for v in [by_place.get(p, {})]
-    ]
-    note = (
-        f"identified {words.rate_text(row.identified)}, PSNR {words.digits(row.psnr.mean, 1)} dB"
-        if row.ok
-        else row.status
-    )
-    return GalleryRow(row.attack, note, tiles, more)
+    images = {image.place: image for image in cell.victims}
+    tiles: list[Tile | None] = []
+    for i, place in enumerate(shown.places):
+        image = images.get(place)
+        if not strip.present[i] or image is None:
+            tiles.append(None)
+            continue
+        alt = f"{who(place, many)} rebuilt by {row.spec}"
+        caption = f"{words.digits(image.psnr, 1)} dB · {words.digits(image.ssim)}"
+        tiles.append(Tile(strip.sprite, i, alt, caption, bool(image.identified)))
+    identified, psnr = words.rate_text(row.identified), words.mean(row.psnr, 1)
+    note = f"identified {identified}, PSNR {psnr} dB" if row.ok else row.status
+    return GalleryRow(row.spec, note, tiles, more)
 
 
 def _tiles(strip: Strip, alt: str, shown: Pictures, many: bool) -> list[Tile | None]:
@@ -201,43 +192,29 @@ def _tiles(strip: Strip, alt: str, shown: Pictures, many: bool) -> list[Tile | N
     ]
 
 
-def batched(view: SummaryView) -> bool:
-    return (whole(view.case.get("batch_size")) or 1) > 1
-
-
 def who(place: Place, many: bool) -> str:
     return f"victim {place[0]}, image {place[1]}" if many else f"victim {place[0]}"
 
 
-def label_of(victim: Mapping[str, Any], names: list[str]) -> str:
-    label = victim.get("label")
-    if isinstance(label, int) and 0 <= label < len(names):
-        return f"class {names[label]}"
-    return "" if label is None else f"class {label}"
+def label_of(image: ImageScores, case: CaseFacts) -> str:
+    if image.label is None:
+        return ""
+    named = 0 <= image.label < len(case.class_names)
+    return f"class {case.class_names[image.label] if named else image.label}"
 
 
-def scores(victim: Mapping[str, Any]) -> str:
-    identified = "identified" if victim.get("identified") else "not identified"
-    psnr, ssim = words.digits(number(victim.get("psnr")), 1), words.digits(number(victim.get("ssim")))
-    return f"PSNR {psnr} dB, SSIM {ssim}, {identified}"
-
-
-def short_scores(victim: Mapping[str, Any]) -> str:
-    return f"{words.digits(number(victim.get('psnr')), 1)} dB · {words.digits(number(victim.get('ssim')))}"
-
-
-def objectives(run: RunFolder, view: SummaryView) -> Iterator[tuple[DefenseView, list[tuple[str, chart.Spark]]]]:
-    """The attacks' own objectives, a small curve each, by defense."""
-    for defense in view.defenses:
-        cells = run.attacked(defense)
-        drawn = [(row.attack, s) for row, cell in cells if (s := chart.objective_curve(cell.get("history")))]
+def objectives(run: RunFolder, summary: Summary) -> Iterator[tuple[DefenseRow, list[tuple[str, chart.Spark]]]]:
+    """The attacks' own objectives, one small curve each, by defense."""
+    for defense in summary.defenses:
+        cells = attacked(run, defense)
+        drawn = [(row.spec, s) for row, cell in cells if (s := chart.objective_curve(cell.history))]
         if drawn:
             yield defense, drawn
 
 
-def flatten(given: Mapping[str, Any], before: str = "") -> Iterator[Setting]:
-    """Nested settings as lines: `hardware.cpu`, its value."""
-    for key, value in given.items():
+def flatten(settings: Mapping[str, object], before: str = "") -> Iterator[Setting]:
+    """Nested settings as lines: `packages.torch`, its value."""
+    for key, value in settings.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping):
             yield from flatten(value, f"{name}.")

@@ -32,7 +32,6 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters |= {
     "spec": _breakable,
     "digits": words.digits,
-    "spread": words.spread,
     "percent": words.percent,
     "seconds": words.seconds_text,
 }

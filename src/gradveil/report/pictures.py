@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import base64
 import io
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from gradveil.core.errors import UserError
-from gradveil.report.folder import RunFolder
-from gradveil.report.view import DefenseView, SummaryView, number
+from gradveil.core.results import ImageScores, Place
+from gradveil.storage.run_folder import RunFolder, StoredCell
+from gradveil.summary import AttackRow, DefenseRow, Summary
 
 BUDGET = 11_000_000  # bytes of all strips as base64; leaves room for the tables of a large audit below 15 MB
 SIDES = (128, 96, 64)  # longest side of a tile in pixels: larger images are scaled down for the page alone
 MOST = 64  # tiles in a strip: browsers refuse very wide pictures
 ENOUGH = 8  # tiles that should be there before tiles are made smaller
-
-Place = tuple[int, int]  # victim, and which image of its batch
 
 
 @dataclass(frozen=True)
@@ -53,28 +50,24 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def worst_of(run: RunFolder, defense: DefenseView) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The cell and the victim where most was given away: identified first, then the likest."""
-    pairs = [(cell, victim) for row, cell in run.attacked(defense) if row.ok for victim in cell.get("victims") or []]
-    return max(pairs, key=lambda pair: _likeness(pair[1]), default=None)
+def attacked(run: RunFolder, defense: DefenseRow) -> list[tuple[AttackRow, StoredCell]]:
+    """The attacks on a defense with their cells, strongest first. A folder may hold cells of other audits too."""
+    return [(row, run.cells[row.cell]) for row in defense.ranked if row.cell in run.cells]
 
 
-def _likeness(victim: Mapping[str, Any]) -> tuple[bool, float, float]:
-    ssim, psnr = number(victim.get("ssim")), number(victim.get("psnr"))
-    return bool(victim.get("identified")), -math.inf if ssim is None else ssim, -math.inf if psnr is None else psnr
+def worst_of(run: RunFolder, defense: DefenseRow) -> tuple[StoredCell, ImageScores] | None:
+    """The cell and the image where most was given away: identified first, then the most alike."""
+    pairs = [(cell, image) for row, cell in attacked(run, defense) if row.ok for image in cell.victims]
+    return max(pairs, key=lambda pair: pair[1].strength, default=None)
 
 
-def place_of(victim: Mapping[str, Any]) -> Place:
-    return int(victim.get("victim", 0)), int(victim.get("image") or 0)
-
-
-def collect(run: RunFolder, view: SummaryView) -> Pictures:
+def collect(run: RunFolder, summary: Summary) -> Pictures:
     """Encode what is worth showing and fits."""
-    cells = {d.spec: [cell for _, cell in run.attacked(d)] for d in view.defenses}
-    worst = [found for d in view.defenses if (found := worst_of(run, d))]
-    every = {place_of(v) for group in cells.values() for c in group for v in c.get("victims") or []}
+    cells = {d.spec: [cell for _, cell in attacked(run, d)] for d in summary.defenses}
+    worst = [pair for d in summary.defenses if (pair := worst_of(run, d))]
+    every = {image.place for group in cells.values() for cell in group for image in cell.victims}
     # The worst victims lead, so that cutting the list never hides a worst case.
-    ranked = list(dict.fromkeys([place_of(victim) for _, victim in worst] + sorted(every)))
+    ranked = list(dict.fromkeys([image.place for _, image in worst] + sorted(every)))
     if not ranked:
         return Pictures()
     count, side = _fit(run, cells, ranked)
@@ -84,7 +77,7 @@ def collect(run: RunFolder, view: SummaryView) -> Pictures:
     return pictures
 
 
-def _fit(run: RunFolder, cells: Mapping[str, list[Mapping[str, Any]]], ranked: list[Place]) -> tuple[int, int]:
+def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list[Place]) -> tuple[int, int]:
     """How many tiles a strip may have, and how large, judged by a sample of them."""
     sample = ranked[:4]
     count, wanted = 1, min(len(ranked), MOST)
@@ -99,17 +92,17 @@ def _fit(run: RunFolder, cells: Mapping[str, list[Mapping[str, Any]]], ranked: l
 
 def _encode(
     run: RunFolder,
-    cells: Mapping[str, list[Mapping[str, Any]]],
+    cells: Mapping[str, Sequence[StoredCell]],
     places: list[Place],
     side: int,
     note: Callable[[str], None],
 ) -> Pictures:
     pictures = Pictures(places=places)
-    known: dict[str, int] = {}
+    sprites: dict[str, int] = {}
 
-    def strip(cell: Mapping[str, Any], name: str) -> Strip | None:
+    def strip(cell: StoredCell, name: str) -> Strip | None:
         try:
-            images = run.images(cell, name, places)
+            images = run.images(cell.key, name, places)
         except UserError as error:  # one broken file must not cost the page; the page says so
             note(str(error))
             return None
@@ -121,15 +114,15 @@ def _encode(
         pictures.size = max(1, round(width * scale)), max(1, round(height * scale))
         pictures.scaled_from = (width, height) if scale < 1 else None
         uri = _png([_tile(image, pictures.size) for image in images])
-        if uri not in known:
-            known[uri] = len(pictures.sprites)
+        if uri not in sprites:
+            sprites[uri] = len(pictures.sprites)
             pictures.sprites.append(uri)
-        return Strip(known[uri], tuple(image is not None for image in images))
+        return Strip(sprites[uri], tuple(image is not None for image in images))
 
     for defense, group in cells.items():
         for cell in group:
             if rebuilt := strip(cell, "reconstruction"):
-                pictures.rebuilt[str(cell.get("key"))] = rebuilt
+                pictures.rebuilt[cell.key] = rebuilt
                 # The originals are those of the case and what is fed is the defense's: the first cell tells both.
                 if defense not in pictures.originals and (original := strip(cell, "original")):
                     pictures.originals[defense] = original
@@ -139,7 +132,7 @@ def _encode(
     return pictures
 
 
-def _tile(image: NDArray[Any] | None, size: tuple[int, int]) -> NDArray[np.uint8]:
+def _tile(image: NDArray[np.floating] | None, size: tuple[int, int]) -> NDArray[np.uint8]:
     """H × W × 3 or H × W pixels of a tile; grey where there is nothing."""
     if image is None:
         return np.full(size[::-1], 128, np.uint8)

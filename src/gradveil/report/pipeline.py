@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
 from gradveil.report import words
-from gradveil.report.view import LEAKS, DefenseView, SummaryView
 from gradveil.storage.files import write_text
+from gradveil.summary import LEAKS, AttackRow, DefenseRow, Summary
 
 Failures = Mapping[str, Sequence[str]]  # by condition, the defenses for which it holds
 
 
-def write_junit(summary: Mapping[str, Any], failures: Failures, file: str | Path) -> Path:
+def write_junit(summary: Summary, failures: Failures, file: str | Path) -> Path:
     """One test suite per defense: one test case for every condition and one for every attack."""
     file = check_file(file)
-    root = _suites(SummaryView.read(summary), failures)
+    suites = [_suite(defense, failures) for defense in summary.defenses]
+    root = ET.Element("testsuites", {"name": "gradveil", **_totals(suites)})
+    root.extend(suites)
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
-    write_text(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n')
+    write_text(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n', mode=0o644)
     return file
 
 
@@ -37,25 +38,19 @@ def check_file(file: str | Path) -> Path:
     return Path(file)
 
 
-def _suites(view: SummaryView, failures: Failures) -> ET.Element:
-    suites = [_suite(view, defense, failures) for defense in view.defenses]
-    root = ET.Element("testsuites", {"name": "gradveil", **_totals(suites)})
-    root.extend(suites)
-    return root
-
-
-def _suite(view: SummaryView, defense: DefenseView, failures: Failures) -> ET.Element:
+def _suite(defense: DefenseRow, failures: Failures) -> ET.Element:
     name = plain(defense.spec)
     cases = [_condition(text, defense, defense.spec in failing) for text, failing in failures.items()]
-    cases += [_attack(defense, row) for row in defense.rows if row.against == "original"]
+    rows = [row for row in defense.attacks if row.against == "original"]
+    cases += [_attack(defense, row) for row in rows]
     counts = {"tests": len(cases)} | {
         plural: sum(case.find(tag) is not None for case in cases)
         for plural, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
     }
-    seconds = sum(row.seconds or 0.0 for row in defense.rows if row.against == "original")
-    numbers = {"time": f"{seconds:.3f}", **{k: str(v) for k, v in counts.items()}}
+    numbers = {"time": f"{sum(row.seconds or 0.0 for row in rows):.3f}", **{k: str(v) for k, v in counts.items()}}
     suite = ET.Element("testsuite", {"name": name, **numbers})
-    facts = {"verdict": defense.verdict, "scope": words.scope(view, defense), "identified": _rate(defense)}
+    identified = words.rate_text(defense.worst.identified if defense.worst else None)
+    facts = {"verdict": defense.judgement, "scope": defense.scope, "identified": identified}
     if defense.loss is not None:
         facts["accuracy loss, percent"] = words.digits(defense.loss, 1)
     properties = ET.SubElement(suite, "properties")
@@ -67,7 +62,7 @@ def _suite(view: SummaryView, defense: DefenseView, failures: Failures) -> ET.El
     return suite
 
 
-def _condition(text: str, defense: DefenseView, holds: bool) -> ET.Element:
+def _condition(text: str, defense: DefenseRow, holds: bool) -> ET.Element:
     case = _case(defense, f"not: {text}")
     if holds:
         message = plain(f"{text} holds for {defense.spec}")
@@ -75,9 +70,9 @@ def _condition(text: str, defense: DefenseView, holds: bool) -> ET.Element:
     return case
 
 
-def _attack(defense: DefenseView, row: Any) -> ET.Element:
+def _attack(defense: DefenseRow, row: AttackRow) -> ET.Element:
     """An attack that ran is a passed case, whatever it got; one that broke is an error, for it has shown nothing."""
-    case = _case(defense, f"attack: {row.attack}")
+    case = _case(defense, f"attack: {row.spec}")
     case.set("time", f"{row.seconds or 0.0:.3f}")
     if row.status == "not applicable":
         ET.SubElement(case, "skipped", message=plain(row.error or "does not apply here"))
@@ -86,12 +81,8 @@ def _attack(defense: DefenseView, row: Any) -> ET.Element:
     return case
 
 
-def _case(defense: DefenseView, name: str) -> ET.Element:
+def _case(defense: DefenseRow, name: str) -> ET.Element:
     return ET.Element("testcase", classname=plain(f"gradveil.{defense.spec}"), name=plain(name))
-
-
-def _rate(defense: DefenseView) -> str:
-    return words.rate_text(defense.identified)
 
 
 def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
@@ -100,21 +91,20 @@ def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
     return totals | {"time": f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}"}
 
 
-def github_annotations(summary: Mapping[str, Any], failures: Failures) -> Iterator[str]:
+def github_annotations(summary: Summary, failures: Failures) -> Iterator[str]:
     """Workflow commands: an error for each condition that holds, a warning for each other leak and each caveat."""
-    view = SummaryView.read(summary)
-    for defense in view.defenses:
+    for defense in summary.defenses:
         for text, failing in failures.items():
             if defense.spec in failing:
                 yield _annotation("error", f"{defense.spec}: {text}", words.verdict_sentence(defense))
     failed = {spec for failing in failures.values() for spec in failing}
-    for defense in view.defenses:
+    for defense in summary.defenses:
         # That undefended updates leak is what an audit expects.
         if defense.verdict == LEAKS and not defense.control and defense.spec not in failed:
             yield _annotation("warning", f"{defense.spec} leaks", words.verdict_sentence(defense))
-    for caveat in words.caveats(view):
+    for caveat in words.caveats(summary):
         yield _annotation("warning", "Gradveil", caveat)
-    for defense in view.defenses:
+    for defense in summary.defenses:
         for warning in defense.warnings:
             yield _annotation("warning", defense.spec, warning)
 

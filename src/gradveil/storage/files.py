@@ -112,13 +112,17 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o600) -> None:
     # A lone surrogate in a class name is legal JSON but not UTF-8; a report is written nevertheless.
-    write_bytes(path, text.encode("utf-8", errors="replace"))
+    write_bytes(path, text.encode("utf-8", errors="replace"), mode)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    write_atomic(path, lambda p: p.write_bytes(content))
+def write_bytes(path: Path, content: bytes, mode: int = 0o600) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+        temporary.chmod(mode)
+
+    write_atomic(path, write)
 
 
 def write_json(path: Path, value: Any) -> None:

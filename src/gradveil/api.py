@@ -1,11 +1,11 @@
-"""`gradveil.auditing`: an audit from Python, on names or on your own objects."""
+"""The Python entry points that need all of the package: `gradveil.audit` and `gradveil.compare`."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from rich.console import Console
 from gradveil.attacks.base import Attack
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import parse_size
-from gradveil.auditing.progress import display_on
+from gradveil.auditing.progress import Display, display_on
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import SUITE, make_spec, read_spec
+from gradveil.core.errors import UserError
 from gradveil.defenses.base import Defense
-from gradveil.report import Report
+from gradveil.report.audit_report import Report
+from gradveil.report.compare import Comparison, compare_runs
+from gradveil.report.html import write_report
 
 
 def audit(
@@ -52,15 +55,47 @@ def audit(
         given["attacks"] = attacks
     case = Case(make_spec(given) if config is None else read_spec(Path(config), **given))
     size = memory if memory is None or isinstance(memory, int) else parse_size(memory)
-    how: dict[str, Any] = {"workers": workers, "memory": size, "device": device, "ray": ray}
-    how["display"] = display_on(Console(stderr=True), quiet)
-    if out is not None:
-        return run_audit(case, Path(out), **how)
-    folder = Path(tempfile.mkdtemp(prefix="gradveil-"))
+    folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if out is None else Path(out)
+    display = display_on(Console(stderr=True), quiet)
     try:
-        report = run_audit(case, folder, **how)
+        report = audit_case(case, folder, workers=workers, memory=size, device=device, ray=ray, display=display)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if out is None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
+    if out is None:
+        weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
     return report
+
+
+def audit_case(
+    case: Case,
+    out: Path | None = None,
+    *,
+    workers: int | None = None,
+    display: Display | None = None,
+    memory: int | None = None,
+    device: str = "cpu",
+    ray: str | None = None,
+) -> Report:
+    """Run an audit, as `run_audit` does, and write its page."""
+    run = run_audit(case, out, workers=workers, display=display, memory=memory, device=device, ray=ray)
+    write_report(run.folder, case.spec.pictures)
+    return Report(run.summary, run.folder)
+
+
+def compare(a: str | Path | Report, b: str | Path | Report, across: Iterable[str] = ()) -> Comparison:
+    """What changed from run `a` to run `b`, for every defense and attack, and whether that is more than chance.
+
+    A run is the folder of a finished audit, or its report. Cases that differ are refused, but for the terms named in
+    `across`.
+    """
+    return compare_runs(_folder(a), _folder(b), across)
+
+
+def _folder(run: str | Path | Report) -> Path:
+    if isinstance(run, Report):
+        if run.folder is None:
+            raise UserError("this report has no folder; compare needs the stored cells of a run.")
+        return run.folder
+    return Path(run)

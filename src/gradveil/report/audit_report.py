@@ -1,34 +1,31 @@
-"""`Report`: what `gradveil.auditing` returns. The summary as it stands in `summary.json`, and a few ways to look at it."""
+"""`Report`: what `gradveil.audit` returns. The summary of a run, and a few ways to look at it."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
-from gradveil.report.folder import read_summary
 from gradveil.report.html import PictureMode, write_report
 from gradveil.report.page import page
-from gradveil.report.view import LEAKS, METRICS, NO_LEAK, UNREFUTED, SummaryView, mapping, texts
-from gradveil.storage.files import write_json
+from gradveil.storage.files import write_text
+from gradveil.summary import LEAKS, NO_LEAK, UNREFUTED, Rate, Statistic, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NESTED = {
-    **dict.fromkeys(METRICS, ("mean", "std", "min", "max")),
-    "identified": ("rate", "low", "high", "chance"),
-}
+_NESTED = dict.fromkeys(("psnr", "ssim", "mse", "lpips"), tuple(Statistic.model_fields))
+_NESTED["identified"] = tuple(Rate.model_fields)
 _FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "updates", "scored", "failed")
 
 
@@ -36,50 +33,45 @@ _FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "up
 class Report:
     """The finding of an audit, and the folder of its run if it has one."""
 
-    summary: dict[str, Any]
+    summary: Summary
     folder: Path | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> Report:
         """The report of a stored run."""
-        return cls(read_summary(Path(folder)), Path(folder))
+        return cls(Summary.read(Path(folder)), Path(folder))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per defense, attack and truth it is scored against; `psnr.mean` becomes `psnr_mean`."""
         import pandas as pd
 
         rows = []
-        for defense in self.summary.get("defenses") or []:
-            shared = {"verdict": defense.get("verdict"), "stage": "+".join(texts(defense.get("stage")))}
-            for group in ("utility", "gradient"):
-                shared |= {f"{group}_{k}": v for k, v in mapping(defense.get(group)).items()}
-            for attack in defense.get("attacks") or []:
-                named = {"defense": defense.get("spec"), "attack": attack.get("spec")}
-                rows.append(named | _flat({k: v for k, v in attack.items() if k != "spec"}) | shared)
-        frame = pd.DataFrame(rows)
-        measured = [f"{key}_{part}" for key, parts in _NESTED.items() for part in parts]
-        frame = frame.astype({name: float for name in measured if name in frame})  # null becomes NaN
-        first = [name for name in _FIRST if name in frame]
-        return frame[[*first, *(name for name in frame if name not in first)]]
+        for defense in self.summary.defenses:
+            shared: dict[str, object] = {"verdict": defense.verdict, "stage": "+".join(defense.stage)}
+            for group, costs in (("utility", defense.utility), ("gradient", defense.gradient)):
+                shared |= {f"{group}_{name}": value for name, value in (costs or ())}
+            for attack in defense.attacks:
+                row: dict[str, object] = {"defense": defense.spec, "attack": attack.spec}
+                for name, value in attack:
+                    parts = _NESTED.get(name, ())
+                    row |= {f"{name}_{part}": getattr(value, part, math.nan) for part in parts} or {name: value}
+                rows.append(row | shared)
+        frame = pd.DataFrame(rows, columns=None if rows else list(_FIRST)).drop(columns="spec", errors="ignore")
+        return frame[[*_FIRST, *(name for name in frame if name not in _FIRST)]]
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """Leakage against cost, one point a defense, with confidence intervals."""
+        """Leakage against cost, one point per defense, with confidence intervals."""
         from matplotlib.figure import Figure
 
-        view = SummaryView.read(self.summary)
-        chart = privacy_utility(view)
+        chart = privacy_utility(self.summary)
         if chart is None:
             raise UserError("nothing to plot: no defense has both an identified rate and a measured cost.")
         if ax is None:
             ax = Figure(figsize=(6.4, 4.4), layout="constrained").add_subplot()
         marks = {LEAKS: ("o", "#b3261e"), NO_LEAK: ("D", "#1f5f99"), UNREFUTED: ("s", "#8a5a00")}
         for point in chart.points:
-            rate, (marker, colour) = point.defense.identified, marks.get(point.defense.verdict, ("x", "#666666"))
-            if rate is None:
-                continue
-            low = rate.rate if rate.low is None else rate.low
-            high = rate.rate if rate.high is None else rate.high
-            error = [[max(0.0, rate.rate - low)], [max(0.0, high - rate.rate)]]
+            rate, (marker, colour) = point.rate, marks.get(point.defense.judgement, ("x", "#666666"))
+            error = [[max(0.0, rate.rate - rate.low)], [max(0.0, rate.high - rate.rate)]]
             ax.errorbar(point.cost, rate.rate, error, marker=marker, color=colour, capsize=3, linestyle="none")
             right = point.x < (chart.left + chart.right) / 2  # the label stays inside the frame
             offset = (6 if right else -6, -11 if rate.rate > 0.9 else 5)
@@ -109,7 +101,7 @@ class Report:
         try:
             if self.folder is not None:
                 shutil.copytree(self.folder, part, dirs_exist_ok=True)
-            write_json(part / "summary.json", self.summary)
+            write_text(part / "summary.json", self.summary.model_dump_json(indent=1) + "\n")
             if not (part / "report.html").exists():
                 write_report(part, pictures)
             if target.exists():
@@ -121,21 +113,7 @@ class Report:
         return target
 
     def _repr_html_(self) -> str:
-        view = SummaryView.read(self.summary)
-        return page("notebook.html.j2", view=view, choice=words.recommend(view))
+        return page("notebook.html.j2", summary=self.summary, choice=words.recommend(self.summary))
 
     def __repr__(self) -> str:
-        view = SummaryView.read(self.summary)
-        return f"<Report: {words.overall(view)} {words.scope(view)}>"
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested objects as columns of their own; a metric that is null still has its columns, empty."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if key in _NESTED or isinstance(value, Mapping):
-            given = mapping(value)
-            flat |= {f"{key}_{part}": given.get(part) for part in dict.fromkeys([*_NESTED.get(key, ()), *given])}
-        else:
-            flat[key] = value
-    return flat
+        return f"<Report: {words.overall(self.summary)} {self.summary.scope}>"

@@ -1,0 +1,211 @@
+"""What a run says, as typed models: written by the verdict, read by the report, `--fail-if`, `compare` and users.
+
+`summary.json` holds a `Summary`; docs/reference/summary.schema.json is its JSON schema. Fields may be added; those that
+are here keep their names and meaning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import ConfigDict, Field
+
+from gradveil.core.errors import UserError
+from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Statistic, Status, Text
+from gradveil.storage.run_folder import read_record
+
+SCHEMA: Final = 2
+CONTROL = "none"  # the defense that changes nothing: what the attacks get there shows how strong they are
+
+Verdict = Literal["leaks", "no leak shown", "unrefuted"]
+LEAKS: Final = "leaks"
+NO_LEAK: Final = "no leak shown"
+UNREFUTED: Final = "unrefuted"
+NOT_JUDGED = "not judged"  # shown where there is no verdict, because no attack ran
+
+
+class CaseFacts(Record):
+    """What was attacked. Terms of an audit that have no field here are kept beside the fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    data: Text
+    model: Text
+    loss: Text = "cross-entropy"
+    victims: int
+    batch_size: int
+    local_steps: int
+    local_lr: float
+    trained_rounds: int
+    trained_epochs: int
+    updates: int
+    knowledge: str
+    budget: str
+    seed: int
+    input_shape: tuple[int, int, int]
+    num_classes: int
+    class_names: tuple[Text, ...]
+
+
+class AttackRow(ScoreRow):
+    """One attack on one defense, scored against one truth."""
+
+    spec: Text
+    status: Status
+    adaptive: bool  # it is built against this defense
+    knowledge: str
+    updates: int  # of each batch, as the server saw them
+    seconds: float | None
+    iterations: int | None
+    error: Text | None
+    cell: str  # key of the stored cell
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+class VictimWorst(Record):
+    """One private image, under the attack that got most of it."""
+
+    victim: int
+    image: int
+    attack: Text
+    psnr: float | None
+    ssim: float | None
+    identified: bool | None
+
+
+class Worst(ScoreStatistics):
+    """Over all images, each under the attack that got most of it."""
+
+    identified: Rate  # its chance counts every attack
+    attacks: int
+    recognised: int  # images that are identified and recognisable
+    by_victim: tuple[VictimWorst, ...]
+
+
+class UtilityRow(Record):
+    """What the defense costs in federated training."""
+
+    acc_test: float | None
+    acc_train: float | None
+    acc_sensitive: float | None  # on the images of the defended clients
+    seconds_per_round: float | None
+    pdm: float | None  # percent of the undefended test accuracy that is lost
+    overhead: float | None  # time of a round against the undefended one
+
+
+class DefenseRow(Record):
+    """One defense: its verdict, what the attacks got, and what it costs."""
+
+    spec: Text
+    stage: tuple[Text, ...]
+    counter: tuple[Text, ...]  # attacks that are built to break it
+    scope: Text
+    verdict: Verdict | None  # None: no attack ran
+    warnings: tuple[Text, ...]
+    utility: UtilityRow | None
+    gradient: GradientChange | None
+    attacks: tuple[AttackRow, ...]
+    worst: Worst | None
+
+    @property
+    def control(self) -> bool:
+        return self.spec == CONTROL
+
+    @property
+    def judgement(self) -> str:
+        """The verdict in words."""
+        return self.verdict or NOT_JUDGED
+
+    @property
+    def ranked(self) -> list[AttackRow]:
+        """The attacks scored against the originals, strongest first; those that did not run are last."""
+        rows = [row for row in self.attacks if row.against == "original"]
+        return sorted(rows, key=lambda row: (row.ok, row.strength), reverse=True)
+
+    @property
+    def best(self) -> AttackRow | None:
+        """The single attack that got most."""
+        return next((row for row in self.ranked if row.ok), None)
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.utility.acc_test if self.utility else None
+
+    @property
+    def loss(self) -> float | None:
+        return self.utility.pdm if self.utility else None
+
+    @property
+    def overhead(self) -> float | None:
+        return self.utility.overhead if self.utility else None
+
+    @property
+    def cosine(self) -> float | None:
+        return self.gradient.cosine if self.gradient else None
+
+
+class Summary(Record):
+    """The whole of `summary.json`."""
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
+    gradveil: str
+    suite: Text
+    command: Text | None  # None: the audit was of Python objects
+    scope: Text
+    case: CaseFacts
+    granted: tuple[Text, ...]
+    not_tested: tuple[Text, ...]
+    warnings: tuple[Text, ...]
+    defenses: tuple[DefenseRow, ...]
+    baseline: ScoreRow | None  # what an adversary gets with no update at all
+
+    @classmethod
+    def read(cls, folder: Path) -> Summary:
+        """The summary of a stored run, or one clear line."""
+        file = folder / "summary.json"
+        if not file.is_file():
+            raise UserError(
+                f"{folder} has no summary.json, so it is not a finished run; `gradveil audit --out DIR` makes one."
+            )
+        found = read_record(file, _Version, "run the audit again").schema_version
+        if found != SCHEMA:
+            raise UserError(
+                f"{file} has schema {found}, this version reads schema {SCHEMA}. "
+                + ("Run the audit again." if found < SCHEMA else "Update gradveil.")
+            )
+        return read_record(file, cls, "run the audit again")
+
+    @property
+    def control(self) -> DefenseRow | None:
+        return next((d for d in self.defenses if d.control), None)
+
+    @property
+    def attacks(self) -> list[str]:
+        """Every attack that was to run, once, in the order of the summary."""
+        return list(dict.fromkeys(row.spec for d in self.defenses for row in d.attacks))
+
+
+class _Version(Record):
+    schema_version: int = Field(alias="schema")
+
+
+__all__ = [
+    "AttackRow",
+    "CaseFacts",
+    "DefenseRow",
+    "GradientChange",
+    "Rate",
+    "ScoreRow",
+    "ScoreStatistics",
+    "Statistic",
+    "Summary",
+    "UtilityRow",
+    "VictimWorst",
+    "Worst",
+]
