@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gradveil.core.results import Rate, Statistic
 from gradveil.storage.run_folder import RunFolder
-from gradveil.summary import DefenseRow, Rate, Statistic, Summary
+from gradveil.summary import DefenseRow, Summary
 
 OUT = Path("docs/results/suite.md")
 HEAD = """# The standard suite, defense by defense

@@ -39,10 +39,8 @@ LEVEL = {package: level for level, row in enumerate(ORDER) for package in row}
 
 # What breaks the rules today: imports that point up, the first module of each cycle, the names that are used twice.
 # The lists only shrink: an entry that is no longer true fails the test.
-WRONG_ORDER = {
-    "gradveil.auditing.api -> gradveil.report",
-    "gradveil.auditing.run -> gradveil.report",
-}
+WRONG_ORDER: set[str] = set()
+CYCLES: set[str] = set()
 CYCLES: set[str] = set()
 DOUBLE_NAMES = {
     "Cell",
@@ -58,8 +56,6 @@ DOUBLE_NAMES = {
     "Network",
     "Place",
     "Real",
-    "Row",
-    "RunFolder",
     "Scatter",
     "Text",
     "Texts",

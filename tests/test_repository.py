@@ -156,7 +156,7 @@ def module_name(path: Path) -> str:
 
 # Functions that still have more parameters. The list only shrinks.
 LONG_SIGNATURES = {
-    "gradveil.auditing.api.audit",
+    "gradveil.api.audit",
     "gradveil.cli.attack.command",
     "gradveil.cli.audit.command",
     "gradveil.cli.reproduce.command",

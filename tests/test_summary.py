@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from gradveil import __version__
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImageScores, ScoreRow, Statistic
-from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Rate, Summary, Worst
+from gradveil.core.results import ImageScores, Rate, ScoreRow, Statistic
+from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary, Worst
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "reference" / "summary.schema.json"
 CASE: dict[str, Any] = {

@@ -14,14 +14,13 @@ from rich.console import Console
 from gradveil.attacks.base import Attack
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import parse_size
-from gradveil.auditing.progress import Display, display_on
+from gradveil.auditing.progress import display_on
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import SUITE, make_spec, read_spec
 from gradveil.core.errors import UserError
 from gradveil.defenses.base import Defense
 from gradveil.report.audit_report import Report
 from gradveil.report.compare import Comparison, compare_runs
-from gradveil.report.html import write_report
 
 
 def audit(
@@ -58,7 +57,8 @@ def audit(
     folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if out is None else Path(out)
     display = display_on(Console(stderr=True), quiet)
     try:
-        report = audit_case(case, folder, workers=workers, memory=size, device=device, ray=ray, display=display)
+        run = run_audit(case, folder, workers=workers, memory=size, device=device, ray=ray, display=display)
+        report = Report.written(*run, case.spec.pictures)
     except BaseException:
         if out is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,22 +66,6 @@ def audit(
     if out is None:
         weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
     return report
-
-
-def audit_case(
-    case: Case,
-    out: Path | None = None,
-    *,
-    workers: int | None = None,
-    display: Display | None = None,
-    memory: int | None = None,
-    device: str = "cpu",
-    ray: str | None = None,
-) -> Report:
-    """Run an audit, as `run_audit` does, and write its page."""
-    run = run_audit(case, out, workers=workers, display=display, memory=memory, device=device, ray=ray)
-    write_report(run.folder, case.spec.pictures)
-    return Report(run.summary, run.folder)
 
 
 def compare(a: str | Path | Report, b: str | Path | Report, across: Iterable[str] = ()) -> Comparison:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pydantic import ConfigDict, Field
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Statistic, Status, Text
+from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, Text
 from gradveil.storage.run_folder import read_record
 
 SCHEMA: Final = 2
@@ -193,19 +193,3 @@ class Summary(Record):
 
 class _Version(Record):
     schema_version: int = Field(alias="schema")
-
-
-__all__ = [
-    "AttackRow",
-    "CaseFacts",
-    "DefenseRow",
-    "GradientChange",
-    "Rate",
-    "ScoreRow",
-    "ScoreStatistics",
-    "Statistic",
-    "Summary",
-    "UtilityRow",
-    "VictimWorst",
-    "Worst",
-]

@@ -6,7 +6,8 @@ import pytest
 
 from gradveil.auditing.condition import Condition
 from gradveil.core.errors import UserError
-from gradveil.summary import DefenseRow, Rate, Statistic, UtilityRow, Worst
+from gradveil.core.results import Rate, Statistic
+from gradveil.summary import DefenseRow, UtilityRow, Worst
 
 DEFENSE = DefenseRow(
     spec="prune",

@@ -13,17 +13,19 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from gradveil import cli
-from gradveil.api import audit_case
 from gradveil.auditing.case import Case
+from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
+from gradveil.report import Report
 from gradveil.storage.files import LOCK
 from gradveil.summary import Summary
 
 
 def audit(digits: str, folder: Path, workers: int = 0, **values):
     given = {"data": digits, "defenses": "gaussian:std=3.0", "attacks": "ig:steps=60", "victims": 3, **values}
-    return audit_case(Case(make_spec(given)), folder, workers=workers).summary
+    case = Case(make_spec(given))
+    return Report.written(*run_audit(case, folder, workers=workers), case.spec.pictures).summary
 
 
 def cells(folder: Path, kind: str) -> list[dict]:

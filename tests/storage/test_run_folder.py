@@ -13,7 +13,7 @@ import torch
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import ScoreRow
-from gradveil.storage.run_folder import Outcome, RunFolder, RunIdentity
+from gradveil.storage.run_folder import Environment, Outcome, RunFolder, RunIdentity
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Name:
     attack: str = "ig"
 
 
-RUN = RunIdentity("c" * 16, "d" * 64, "e" * 64, 3, {"data": "faces", "seed": 3}, {"data": "faces", "seed": 3})
+HERE = Environment.here(case="c" * 16, data_sha256="d" * 64, model_sha256="e" * 64, seed=3)
+RUN = RunIdentity(HERE, {"data": "faces", "seed": 3}, {"data": "faces", "seed": 3})
 IMAGES = {"original": torch.arange(24.0).view(2, 3, 1, 2, 2)}
 
 
@@ -102,7 +103,7 @@ def test_seconds_add_up_over_the_runs_of_a_folder(tmp_path: Path) -> None:
     ("other", "says"),
     [
         ({"terms": {"data": "digits", "seed": 3}}, "another audit .data faces, now digits"),
-        ({"case": "0" * 16}, "the data, the model or gradveil has changed"),
+        ({"environment": HERE.model_copy(update={"case": "0" * 16})}, "the data, the model or gradveil has changed"),
     ],
 )
 def test_the_folder_of_another_run_is_refused(tmp_path: Path, other: dict[str, Any], says: str) -> None:

@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from gradveil.core.errors import UserError, unknown
 from gradveil.summary import DefenseRow
 
-Value = str | float | tuple[str, ...]
+Operand = str | float | tuple[str, ...]
 
 
-def _fields(kind: Any, path: str = "") -> Iterator[tuple[str, Value]]:
+def _fields(kind: Any, path: str = "") -> Iterator[tuple[str, Operand]]:
     """The fields of a type that can be asked for, such as `worst.ssim.max`, each with a value of its type."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -101,7 +101,7 @@ class Condition:
     def _refuse(self, node: ast.expr) -> bool:
         raise self._wrong(f"{ast.unparse(node)} cannot be compared like this")
 
-    def _value(self, node: ast.expr, defense: DefenseRow | None) -> Value:
+    def _value(self, node: ast.expr, defense: DefenseRow | None) -> Operand:
         match node:
             case ast.Constant(value=bool() | int() | float() | str() as constant):
                 return constant
@@ -117,7 +117,7 @@ class Condition:
         part: Any = defense
         for name in path.split("."):
             part = getattr(part, name, None)
-        value: Value | None = part
+        value: Operand | None = part
         if value is None:
             raise self._wrong(f"{path} was not measured for {defense.spec}, so it cannot be checked")
         return value

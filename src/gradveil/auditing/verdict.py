@@ -149,14 +149,7 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
         attacks=len(ran),
         recognised=sum(bool(image.identified) and image.recognisable for image in images),
         by_victim=tuple(
-            VictimWorst(
-                victim=image.victim,
-                image=image.image,
-                attack=attack,
-                psnr=image.psnr,
-                ssim=image.ssim,
-                identified=image.identified,
-            )
+            VictimWorst(**image.model_dump(include=set(VictimWorst.model_fields)), attack=attack)
             for image, attack in best
         ),
     )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-Verdict = Literal["holds", "does not hold", "cannot be told"]
+ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
 Place = tuple[str, str]
 WITHIN = 2.0  # standard errors
 SAME = 1e-6  # values that differ by less differ by rounding
@@ -58,7 +58,7 @@ class Finding:
     """What became of a claim."""
 
     claim: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     figures: str
 
     def plain(self) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _reaches(gap: float, error: float) -> int:
     return 1 if gap >= 0 else (0 if gap + WITHIN * error >= 0 else -1)
 
 
-def _all(steps: Iterable[int]) -> Verdict:
+def _all(steps: Iterable[int]) -> ClaimVerdict:
     found = set(steps)
     return "does not hold" if -1 in found else ("cannot be told" if 0 in found else "holds")
 

@@ -23,11 +23,10 @@ from gradveil.auditing.cells import one_thread
 from gradveil.auditing.limits import Limits, find_device, share_of_memory
 from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import Display
-from gradveil.auditing.run import Stopped
-from gradveil.auditing.store import RunFolder
+from gradveil.auditing.run import Stopped, identity_of
 from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
-from gradveil.metrics import RECOGNISABLE
+from gradveil.core.results import Statistic
 from gradveil.recipes import pictures
 from gradveil.recipes.charts import chart
 from gradveil.recipes.claims import Place, Value
@@ -44,6 +43,7 @@ from gradveil.recipes.recipe import (
     chosen,
 )
 from gradveil.storage.files import write_json, write_text
+from gradveil.storage.run_folder import RunFolder, StoredCell
 
 Json = dict[str, Any]
 Say = Callable[[str], None]
@@ -86,7 +86,7 @@ def run_recipe(
         # Where the data cannot carry an accuracy the audit has no `utility`, and its cells stay empty.
         empty = {cell for cell in cells if cell.figure in TRAINING_METRICS and spec.utility is None}
         found |= dict.fromkeys(empty, "not run")
-        with Store(out / "cases" / case.id).opened(case) as folder:
+        with Store(out / "cases" / case.id).opened(identity_of(case)) as folder:
             folders[audit] = case, folder
             cost += _complete(case, folder, cells - empty, workers, display(), limits)
             found |= {cell: _read(case, folder, cell) for cell in cells - empty}
@@ -146,13 +146,13 @@ def _complete(
         raise Stopped(folder.path, done, len(ordered)) from None
     finally:
         display.stop()
-    return sum(folder.outcome(cell.key).get("seconds") or 0.0 for cell in ordered)
+    return sum(folder.outcome(cell.key).seconds or 0.0 for cell in ordered)
 
 
 def _stored(folder: RunFolder, cell: audit_plan.Cell) -> bool:
     """Whether it is done, and with the images that pictures and normalised distances are made of."""
-    found = folder.read(cell.key)
-    return found is not None and (cell.kind != "attack" or found["status"] != "ok" or bool(found["tensors"]))
+    stored = folder.read(cell.key)
+    return stored is not None and (cell.kind != "attack" or stored.status != "ok" or bool(stored.tensors))
 
 
 def _with_needs(key: str, plan: dict[str, audit_plan.Cell]) -> Iterable[str]:
@@ -179,55 +179,52 @@ def key_of(case: Case, cell: Cell) -> str:
 
 def _read(case: Case, folder: RunFolder, cell: Cell) -> Value | str:
     """A stored number, or in words why there is none."""
-    content = folder.outcome(key_of(case, cell))
-    if content["status"] != "ok":
-        return f"{content['status']}: {content['error']}"
+    stored = folder.outcome(key_of(case, cell))
+    if stored.status != "ok":
+        return f"{stored.status}: {stored.error}"
     if cell.figure in TRAINING_METRICS:
-        return _training(case, folder, cell, content)
+        return _training(case, folder, cell, stored)
     if cell.figure == "seconds":
-        return Value(content["seconds"] / (case.spec.victims * case.spec.updates))
+        return Value((stored.seconds or 0.0) / (case.spec.victims * case.spec.updates))
     if cell.figure in UPDATE_METRICS:
-        each = [change[cell.figure] for change in content["changes"] if change and change[cell.figure] is not None]
+        each = [value for change in stored.changes if (value := getattr(change, cell.figure, None)) is not None]
         return Value.of(each) if each else "the model differs, so updates cannot be compared"
-    return _attack(case, folder, cell, content)
+    return _attack(case, folder, cell, stored)
 
 
-def _attack(case: Case, folder: RunFolder, cell: Cell, content: Json) -> Value | str:
-    rows = {row["against"]: row for row in content["rows"]}
+def _attack(case: Case, folder: RunFolder, cell: Cell, stored: StoredCell) -> Value | str:
+    rows = {row.against: row for row in stored.rows}
     if cell.against == "fed" and "fed" in rows:
         row = rows["fed"]
         if cell.figure == "asr":
-            return Value(100 * row["asr"])
-        spread = row[cell.figure]
-        return Value(spread["mean"], spread["std"], row["scored"]) if cell.statistic == "mean" else _one(spread, cell)
+            return Value(100 * (row.asr or 0.0))
+        statistic: Statistic = getattr(row, cell.figure)
+        if cell.statistic == "mean":
+            return Value(statistic.mean, statistic.std, row.scored)
+        return Value(getattr(statistic, cell.statistic))
     if cell.figure == "mse_normalised":
-        tensors, std = folder.tensors(content["key"]), case.data.std.view(-1, 1, 1)
+        tensors, std = folder.tensors(stored.key), case.data.std.view(-1, 1, 1)
         gaps = ((tensors["reconstruction"] - tensors["original"]) / std).square().flatten(0, 1).flatten(1).mean(1)
         return Value.of(gaps.tolist())
-    images = content["victims"]
     if cell.figure == "asr":
-        return Value.of(100.0 * (image["ssim"] >= RECOGNISABLE) for image in images)
+        return Value.of(100.0 * image.recognisable for image in stored.victims)
     if cell.figure == "identified":
-        return Value.of(100.0 * bool(image["identified"]) for image in images)
-    each = [image[cell.figure] for image in images]
+        return Value.of(100.0 * bool(image.identified) for image in stored.victims)
+    each = [getattr(image, cell.figure) for image in stored.victims]
     if any(value is None for value in each):
         return f"{cell.figure} was not measured"
     every = Value.of(each)
-    return every if cell.statistic == "mean" else _one({"min": min(each), "max": max(each), "std": every.std}, cell)
+    one = {"min": min(each), "max": max(each), "std": every.std}
+    return every if cell.statistic == "mean" else Value(one[cell.statistic])
 
 
-def _one(spread: Json, cell: Cell) -> Value:
-    return Value(spread[cell.statistic])
-
-
-def _training(case: Case, folder: RunFolder, cell: Cell, content: Json) -> Value | str:
-    curve = content["history"]["acc_test" if cell.figure == "pdm" else cell.figure]
-    places = [i for i, value in enumerate(curve) if value is not None]
-    if cell.round is not None:
-        places = [i for i in places if i == cell.round - 1]
-    if not places:
+def _training(case: Case, folder: RunFolder, cell: Cell, stored: StoredCell) -> Value | str:
+    curve = stored.history["acc_test" if cell.figure == "pdm" else cell.figure]
+    rounds = range(len(curve)) if cell.round is None else [cell.round - 1]
+    measured = [value for i in rounds if i < len(curve) and (value := curve[i]) is not None]
+    if not measured:
         return "not measured in this round"
-    accuracy = curve[places[-1]]
+    accuracy = measured[-1]
     tested = len(case.data.test) if cell.figure != "acc_sensitive" else case.spec.utility.images  # type: ignore[union-attr]
     spread = math.hypot(100 * math.sqrt(accuracy * (1 - accuracy) / tested), SEED_SPREAD)
     if cell.figure != "pdm":
@@ -286,7 +283,8 @@ class Kept:
                     took = time.perf_counter() - begun
                     self.seconds += took
                     write_json(self._file, {"seconds": self.seconds, "pieces": self.pieces})
-                    shown.end(Piece(key), {"status": "ok", "seconds": took})
+                    piece = Piece(key)
+                    shown.end(piece, StoredCell(**vars(piece), seconds=took, tensors=None))
         finally:
             shown.stop()
         return {key: self.pieces[key] for key in pieces}

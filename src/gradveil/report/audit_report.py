@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradveil.core.errors import UserError
+from gradveil.core.results import Rate, Statistic
 from gradveil.core.text import plain
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
 from gradveil.report.html import PictureMode, write_report
 from gradveil.report.page import page
 from gradveil.storage.files import write_text
-from gradveil.summary import LEAKS, NO_LEAK, UNREFUTED, Rate, Statistic, Summary
+from gradveil.summary import LEAKS, NO_LEAK, UNREFUTED, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +41,12 @@ class Report:
     def load(cls, folder: str | Path) -> Report:
         """The report of a stored run."""
         return cls(Summary.read(Path(folder)), Path(folder))
+
+    @classmethod
+    def written(cls, folder: Path, summary: Summary, pictures: PictureMode) -> Report:
+        """The report of a run that has just ended, with its page."""
+        write_report(folder, pictures)
+        return cls(summary, folder)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per defense, attack and truth it is scored against; `psnr.mean` becomes `psnr_mean`."""

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradveil.core.results import Rate
 from gradveil.core.text import shorten
 from gradveil.report.words import digits, percent, rate_text
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import DefenseRow, Rate, Summary
+from gradveil.summary import DefenseRow, Summary
 
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46

@@ -10,18 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradveil.core.results import Rate, ScoreStatistics, Statistic
 from gradveil.core.text import listing, plural, shorten
-from gradveil.summary import (
-    LEAKS,
-    NO_LEAK,
-    NOT_JUDGED,
-    UNREFUTED,
-    DefenseRow,
-    Rate,
-    ScoreStatistics,
-    Statistic,
-    Summary,
-)
+from gradveil.summary import LEAKS, NO_LEAK, NOT_JUDGED, UNREFUTED, DefenseRow, Summary
 
 NOTHING = "–"  # shown for what was not measured
 

@@ -74,7 +74,7 @@ class StoredCell(Outcome):
 class Environment(Record):
     """Where and on what a run was made."""
 
-    case: str
+    case: str  # a hash of all that the results rest on
     data_sha256: str
     model_sha256: str
     seed: int
@@ -85,31 +85,29 @@ class Environment(Record):
     cpus: int | None
     seconds: float = 0.0
 
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a run is of: two runs of the same identity may share a folder, and one resumes the other."""
-
-    case: str  # a hash of all that the results rest on
-    data_sha256: str
-    model_sha256: str
-    seed: int
-    terms: Mapping[str, object]
-    settings: Mapping[str, object]  # enough to run it again
-
-    def environment(self, seconds: float) -> Environment:
-        return Environment(
-            case=self.case,
-            data_sha256=self.data_sha256,
-            model_sha256=self.model_sha256,
-            seed=self.seed,
+    @classmethod
+    def here(cls, *, case: str, data_sha256: str, model_sha256: str, seed: int) -> Environment:
+        """Of a run on this machine."""
+        return cls(
+            case=case,
+            data_sha256=data_sha256,
+            model_sha256=model_sha256,
+            seed=seed,
             gradveil=__version__,
             python=platform.python_version(),
             packages={name: number for name in _PACKAGES if (number := _version(name))},
             platform=platform.platform(),
             cpus=os.cpu_count(),
-            seconds=seconds,
         )
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run is of: two runs of the same terms and case may share a folder, and one resumes the other."""
+
+    environment: Environment
+    terms: Mapping[str, object]
+    settings: Mapping[str, object]  # enough to run it again
 
 
 def _version(package: str) -> str | None:
@@ -136,7 +134,8 @@ class RunFolder:
             for part in ("cells", "tensors", "cache"):
                 remove_leftovers(self.path / part)
             before = self.environment
-            self._write("environment.json", run.environment(before.seconds if before else 0.0))
+            taken = {"seconds": before.seconds} if before else {}
+            self._write("environment.json", run.environment.model_copy(update=taken))
             text = yaml.safe_dump(dict(run.settings), sort_keys=False, allow_unicode=True)
             write_text(self.path / "audit.yaml", f"# gradveil {__version__}\n{text}")
             yield self
@@ -164,7 +163,7 @@ class RunFolder:
                 raise UserError(
                     f"{self.path} holds another audit ({name} {before.get(name)}, now {value}); choose another --out."
                 )
-        if environment.case != run.case:
+        if environment.case != run.environment.case:
             raise UserError(
                 f"{self.path} holds an audit of the same name, but the data, the model or gradveil has changed since; "
                 "choose another --out."
