@@ -6,15 +6,17 @@ What an adversary is granted beyond that is in its `Knowledge`, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, Level, LocalTraining, Tensors, Update
+from gradveil.core.types import Batch, Level, LocalTraining, Noise, Tensors, Update
+
+Part = TypeVar("Part")
 
 
 @dataclass
@@ -26,6 +28,17 @@ class Trace:
     secrets: Tensors = field(default_factory=dict)  # masks, mixing coefficients, sampled noise, concealed samples …
 
 
+class DefenseSettings(Protocol):
+    """What an adversary may ask of a defense: the parts of a combination, and what it declares about itself."""
+
+    @property
+    def parts(self) -> Sequence[object]: ...
+
+    def added_noise(self, examples: int) -> Noise | None: ...
+
+    def clip_norm(self, examples: int) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class Knowledge:
     """What the adversary may know: `realistic` infers labels, `paper` grants them, `upper-bound` every secret."""
@@ -33,10 +46,24 @@ class Knowledge:
     level: Level = "realistic"
     batch_size: int = 1
     training: LocalTraining = field(default_factory=LocalTraining)
-    defense: Any = None  # the defense's settings: how it works is no secret, what it drew is
+    defense: DefenseSettings | None = None  # its settings: how it works is no secret, what it drew is
     labels: Tensor | None = None  # of the images fed, when granted
     public: Batch | None = None  # data of the same kind that anyone may have
     secrets: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of the defense that is of this class, or None."""
+        return next((p for p in (self.defense.parts if self.defense else ()) if isinstance(p, kind)), None)
+
+    @property
+    def noise(self) -> Noise | None:
+        """The noise that the defense declares for this batch size, or None."""
+        return self.defense.added_noise(self.batch_size) if self.defense else None
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The largest norm of an update that the defense declares for this batch size, or None."""
+        return self.defense.clip_norm(self.batch_size) if self.defense else None
 
     def granted(self) -> list[str]:
         """In words, for the report."""
@@ -115,7 +142,7 @@ def observe(
     *,
     level: Level = "realistic",
     training: LocalTraining | None = None,
-    defense: Any = None,
+    defense: DefenseSettings | None = None,
     public: Batch | None = None,
     trace: Trace | None = None,
 ) -> Observation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -72,6 +72,13 @@ class LocalTraining:
             return [slice(0, examples)]
         size = self.batch_size or examples
         return [slice(i, min(i + size, examples)) for _ in range(self.epochs) for i in range(0, examples, size)]
+
+
+class Noise(NamedTuple):
+    """Noise that a defense adds to every entry of an update, as its settings say."""
+
+    std: float
+    law: Literal["gaussian", "laplace"] = "gaussian"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A defense holds settings only: what it learns from private data is returned by `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, Tensors
+from gradveil.core.types import Batch, Noise, Tensors
 
 STAGES = ("model", "data", "batch", "gradient", "update")
 
@@ -95,6 +96,14 @@ class Defense:
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         return tensors
 
+    def added_noise(self, examples: int) -> Noise | None:
+        """The noise on every entry of the update of so many images; None: it adds none of a known size."""
+        return None
+
+    def clip_norm(self, examples: int) -> float | None:
+        """The norm to which the update of so many images is scaled down as a whole; None: it is not."""
+        return None
+
     @property
     def parts(self) -> tuple[Defense, ...]:
         """The single defenses a combination is made of."""
@@ -139,6 +148,15 @@ class Chain(Defense):
     @property
     def parts(self) -> tuple[Defense, ...]:
         return self._parts
+
+    def added_noise(self, examples: int) -> Noise | None:
+        declared = [noise for p in self._parts if (noise := p.added_noise(examples)) is not None]
+        return (
+            declared[0] if len(declared) == 1 else Noise(math.hypot(*(n.std for n in declared))) if declared else None
+        )
+
+    def clip_norm(self, examples: int) -> float | None:
+        return min((norm for p in self._parts if (norm := p.clip_norm(examples)) is not None), default=None)
 
     def prepare(self, setup: Setup) -> Any:
         return [part.prepare(setup) for part in self._parts]

@@ -19,8 +19,7 @@ class ClipAware(Attack):
     """Match after clipping our own update likewise; the bound is the norm of what was sent."""
 
     def applies(self, observation: Observation) -> str | None:
-        clips = any(getattr(p, "name", "") == "clip" for p in getattr(observation.knowledge.defense, "parts", ()))
-        return None if clips else "the defense does not clip"
+        return None if observation.knowledge.clip_norm else "the defense does not clip"
 
     def run(self, target: Target) -> Answer:
         return Swift().reconstruct(target, clipped(target))
@@ -28,14 +27,13 @@ class ClipAware(Attack):
 
 def clipped(target: Target) -> Insight:
     """Our updates are clipped as the defense does it; nothing where it does not clip."""
-    bounds = {p.name: getattr(p, "norm", None) or getattr(p, "clip", None) for p in target.knowledge.defense.parts}
-    bound = bounds.get("clip") or (bounds.get("dpsgd") if target.knowledge.batch_size == 1 else None)
+    bound = target.knowledge.clip_norm
     if bound is None:
         return NOTHING
 
     def clip(tensors: Tensors) -> Tensors:
         size = torch.sqrt(sum((g.flatten(1) ** 2).sum(1) for g in tensors.values()) + 1e-24)  # type: ignore[arg-type]
-        scale = (float(bound) / size).clamp_max(1.0)
+        scale = (bound / size).clamp_max(1.0)
         return {name: g * scale.view(-1, *(1 for _ in g.shape[1:])) for name, g in tensors.items()}
 
     return Insight(transform=clip)

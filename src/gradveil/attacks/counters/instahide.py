@@ -29,6 +29,7 @@ from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
+from gradveil.defenses.batch.instahide import InstaHide
 
 ERROR = 0.02  # of an encoding's pixel, when its fit is weighed against how rare the images' pixels are
 BINS = 16
@@ -50,7 +51,7 @@ class InstahideDecode(Attack):
     cheap: bool = False  # only undo the signs
 
     def applies(self, observation: Observation) -> str | None:
-        return cannot_decode(observation, "instahide")
+        return cannot_decode(observation, InstaHide)
 
     def run(self, target: Target) -> Answer:
         fed = recover(target)

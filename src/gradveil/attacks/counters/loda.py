@@ -23,12 +23,12 @@ from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.generative.public_prior import ImageGaussian, Whitened, gaussians
-from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
+from gradveil.attacks.matching.fed_images import one_image, sighting
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
-from gradveil.defenses.data.loda.defense import Memory
+from gradveil.defenses.data.loda.defense import Loda, Memory
 
 DIRECTIONS = 100  # in which images of a class differ
 OUTSIDE = 50.0  # weight of pixels outside [0, 1], for a soft box
@@ -47,18 +47,18 @@ class LodaStationarity(Attack):
 
     def applies(self, observation: Observation) -> str | None:
         public = observation.knowledge.public
-        if defense_part(observation, "loda") is None:
+        if observation.knowledge.part(Loda) is None:
             return "the defense is not loda"
         if public is not None and public.x.shape[1:] != torch.Size(observation.task.input_shape):
             return "public images have another shape than the private ones"
         return None
 
     def run(self, target: Target) -> Answer:
-        public = target.knowledge.public
-        assert public is not None
+        public, defense = target.knowledge.public, target.knowledge.part(Loda)
+        assert public is not None and defense is not None
         answer = one_image(sighting(target, 0))
         obscured = target.denormalize(answer.x).clamp(0, 1)
-        memory = defense_part(target.first, "loda").equip(public, target.task.input_shape)
+        memory = defense.equip(public, target.task.input_shape)
         hard = target.hard_labels
         classes = gaussians(public, target.task.num_outputs, DIRECTIONS)
         kinds = [classes[c] for c in hard.flatten().tolist()]

@@ -24,11 +24,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.matching.fed_images import Fed, defense_part, recover, soft_labels
+from gradveil.attacks.matching.fed_images import Fed, recover, soft_labels
 from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
+from gradveil.defenses.batch.instahide import InstaHide
+from gradveil.defenses.batch.mixup import MixUp
 
 PULL = 1e-4  # towards the mean, beside equations with coefficients around 0.25
 PRESENT = 0.02  # share of a label below which its class is taken to be absent
@@ -47,11 +49,11 @@ class Mixture:
     own: Tensor  # of each victim's images, their place among the unknowns
 
 
-def cannot_decode(observation: Observation, name: str) -> str | None:
+def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHide]) -> str | None:
     """Why encodings cannot be told apart here, or None."""
     labels = observation.knowledge.labels
-    if defense_part(observation, name) is None:
-        return f"the defense is not {name}"
+    if observation.knowledge.part(defense) is None:
+        return f"the defense is not {defense.name}"
     if observation.update.kind != "gradient":
         return "images are mixed anew at every local step, and a weight delta adds the steps up"
     if observation.knowledge.batch_size > 1 and (labels is None or labels.ndim == 1):
@@ -67,7 +69,7 @@ class MixupDecode(Attack):
     steps: int = Field(default=1000, ge=1)  # of the least squares in the pixel range
 
     def applies(self, observation: Observation) -> str | None:
-        return cannot_decode(observation, "mixup")
+        return cannot_decode(observation, MixUp)
 
     def run(self, target: Target) -> Answer:
         fed = recover(target)

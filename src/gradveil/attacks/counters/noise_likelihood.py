@@ -8,7 +8,6 @@ blurs; of the candidates the adversary keeps the smoothest whose misfit is no la
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -39,7 +38,7 @@ class NoiseLikelihood(Attack):
     steps: int | None = Field(default=None, ge=1)
 
     def applies(self, observation: Observation) -> str | None:
-        return None if noise_std(observation) is not None else "the defense adds no noise of known size"
+        return None if observation.knowledge.noise else "the defense adds no noise of known size"
 
     def run(self, target: Target) -> Answer:
         averaged = target.about([average(o) for o in target.observations], target.labels)
@@ -57,8 +56,9 @@ class NoiseLikelihood(Attack):
 
     def _expected(self, observation: Observation) -> float:
         entries = sum(t.numel() for t in observation.update.tensors.values())
-        std = noise_std(observation) or 0.0
-        return entries * std**2 / len(_same_state(observation))
+        noise = observation.knowledge.noise
+        assert noise is not None  # `applies` has asked
+        return entries * noise.std**2 / len(_same_state(observation))
 
 
 def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:
@@ -66,21 +66,6 @@ def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:
     fits = misfit <= expected[:, None] * 1.02
     last = misfit.shape[1] - 1 - fits.flip(1).float().argmax(1)
     return torch.where(fits.any(1), last, misfit.argmin(1))
-
-
-def noise_std(observation: Observation) -> float | None:
-    """The standard deviation of the noise on an entry, from the defense's settings."""
-    for part in getattr(observation.knowledge.defense, "parts", ()):
-        name = getattr(part, "name", "")
-        if name == "gaussian":
-            return float(part.std)
-        if name == "laplace":
-            return float(part.scale) * math.sqrt(2)
-        if name == "dpsgd" and part.multiplier > 0:
-            return float(part.std(observation.knowledge.batch_size))
-        if name == "graddefense":
-            return float(part.std)
-    return None
 
 
 def _same_state(observation: Observation) -> list[Sighting]:

@@ -24,7 +24,6 @@ from gradveil.attacks.budget import steps_for
 from gradveil.attacks.counters.noise_likelihood import average
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.engine import solve
-from gradveil.attacks.matching.fed_images import defense_part
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Insight, Match, Problem
@@ -51,7 +50,7 @@ class RefinerPartial(Attack):
     steps: int | None = Field(default=None, ge=1)
 
     def applies(self, observation: Observation) -> str | None:
-        return None if defense_part(observation, "refiner") is not None else "the defense is not refiner"
+        return None if observation.knowledge.part(Refiner) else "the defense is not refiner"
 
     def run(self, target: Target) -> Answer:
         averaged = target.about([average(o) for o in target.observations], target.labels)
@@ -71,9 +70,8 @@ class RefinerPartial(Attack):
 
     def _kept(self, target: Target) -> Tensors:
         """Refiner's weights for each victim, 0 for those of little weight."""
-        known = defense_part(target.first, "refiner")
-        parameters = target.model.parameters(target.state)
-        rows = [Utility(o.update.tensors, parameters, known.tau, "normalised").weights for o in target.observations]
+        tau, parameters = _refiner(target).tau, target.model.parameters(target.state)
+        rows = [Utility(o.update.tensors, parameters, tau, "normalised").weights for o in target.observations]
         return {name: torch.stack([self._largest(row[name]) for row in rows]) for name in rows[0]}
 
     def _largest(self, weight: Tensor) -> Tensor:
@@ -91,11 +89,17 @@ class RefinerPartial(Attack):
         return WEIGHTS[int(error.argmin())]
 
 
+def _refiner(target: Target) -> Refiner:
+    defense = target.knowledge.part(Refiner)
+    assert defense is not None  # `applies` has asked
+    return defense
+
+
 def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
     """Victims of the adversary's own, from public images: what they would send, and what is true."""
-    known, first, size = defense_part(target.first, "refiner"), target.first, target.shape[1]
+    defense, first, size = _refiner(target), target.first, target.shape[1]
     rng = generator(target.rng.initial_seed(), "refiner-rehearsal")
-    memory = _prepared(known, first, public, rng)
+    memory = _prepared(defense, first, public, rng)
     picked = torch.randperm(len(public), generator=rng)[: TRIED * size].view(TRIED, size)
     observations, truth, labels = [], [], []
     for rows in picked:
@@ -103,7 +107,7 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
         updates = []
         for _ in range(max(1, target.sightings)):
             step = Step(first.task, first.state, batch, rng, memory)
-            step.batch = known.batch(batch, step)
+            step.batch = defense.batch(batch, step)
             step.noise = first.model.draw_noise(size, rng)
             updates.append(step.gradient(step.batch))
         mean = {n: torch.stack([u[n] for u in updates]).mean(0) for n in updates[0]}
@@ -114,8 +118,8 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
     return Target(observations, torch.stack(labels), rng, target.budget), torch.stack(truth)
 
 
-def _prepared(known: Refiner, first: Observation, public: Batch, rng: torch.Generator) -> Any:
+def _prepared(defense: Refiner, first: Observation, public: Batch, rng: torch.Generator) -> Any:
     """Refiner's evaluator, trained on public images."""
     some = Batch(public.x[:1000], public.hard_labels[:1000])
     setup = Setup(first.task, first.state, some, rng=rng)
-    return known.prepare(setup)
+    return defense.prepare(setup)

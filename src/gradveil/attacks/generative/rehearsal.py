@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gradveil.attacks.base import Target
 from gradveil.client import Client, prepare_client
-from gradveil.core.observation import Observation
+from gradveil.core.observation import Knowledge, Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Setup
@@ -65,12 +65,12 @@ def copy_of_client(target: Target, public: Batch | None, defense: Defense | None
     private = public if public is not None and len(public) else grey
     seed = generator("rehearsal", "client").initial_seed() % 2**31
     setup = Setup(target.task, target.state, private, public, seed)
-    return prepare_client(defense or defense_of(target), target.training, setup)
+    return prepare_client(defense or defense_of(target.knowledge), target.training, setup)
 
 
-def defense_of(target: Target) -> Defense:
-    found: Any = target.knowledge.defense
-    return found if isinstance(found, Defense) else NoDefense()
+def defense_of(knowledge: Knowledge) -> Defense:
+    """The defense, as something that can be run."""
+    return knowledge.defense if isinstance(knowledge.defense, Defense) else NoDefense()
 
 
 class _Work(TorchDispatchMode):

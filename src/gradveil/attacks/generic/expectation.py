@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.budget import steps_for
-from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
+from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round, defense_of
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
@@ -47,8 +47,7 @@ class Expectation(Attack):
     tv: float = Field(default=1e-2, ge=0)  # strong, as under noise
 
     def applies(self, observation: Observation) -> str | None:
-        defense = observation.knowledge.defense
-        if defense is None or not set(defense.stages) - {"model"}:
+        if not set(defense_of(observation.knowledge).stages) - {"model"}:
             return "the defense changes nothing that could be rehearsed"
         if observation.knowledge.training.kind != "gradient":
             return "it follows one gradient, not a local training"

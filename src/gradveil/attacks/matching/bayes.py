@@ -6,7 +6,7 @@ the noise is read from the defense's settings, which are no secret; without nois
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 from pydantic import Field
 
@@ -19,16 +19,14 @@ from gradveil.attacks.matching.priors import TV, BoxPenalty
 from gradveil.attacks.matching.problem import Match
 from gradveil.attacks.registry import attack
 from gradveil.core.settings import settings
+from gradveil.core.types import Noise
 
 
-def likelihood(defense: Any, least: float) -> Distance:
-    """The likelihood that a defense's published settings imply."""
-    for part in getattr(defense, "parts", ()):
-        if getattr(part, "name", "") == "laplace":
-            return LaplaceLikelihood(max(part.scale, least))
-        if getattr(part, "name", "") == "gaussian":
-            return GaussianLikelihood(max(part.std, least))
-    return GaussianLikelihood(least)
+def likelihood(noise: Noise | None, least: float) -> Distance:
+    """The likelihood of an update that carries this noise; `least` is the standard deviation assumed without any."""
+    if noise is not None and noise.law == "laplace":
+        return LaplaceLikelihood(max(noise.std / math.sqrt(2), least))
+    return GaussianLikelihood(least if noise is None else max(noise.std, least))
 
 
 @attack("bayes", targets="any")
@@ -44,7 +42,7 @@ class BayesOptimal(Attack):
 
     def run(self, target: Target) -> Answer:
         match = Match(
-            likelihood(target.knowledge.defense, self.least),
+            likelihood(target.knowledge.noise, self.least),
             (TV(self.tv, "squared"), BoxPenalty(1.0)),
             Adam(self.lr),
             steps=self.steps or steps_for(target, 2_000),

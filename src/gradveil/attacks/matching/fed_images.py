@@ -8,7 +8,6 @@ it (see `attacks/layers.py`), and together with the gradients of the layers befo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +31,6 @@ LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
 EXACT = 1e-6  # residual (share of the update's size) above which images are polished
 CONVERGED = 1e-2  # residual above which the portfolio tries too
-
-
-def defense_part(observation: Observation, name: str) -> Any:
-    """The settings of one defense of the chain that the victim uses, or None."""
-    parts = getattr(observation.knowledge.defense, "parts", ())
-    return next((p for p in parts if getattr(p, "name", "") == name), None)
 
 
 @dataclass

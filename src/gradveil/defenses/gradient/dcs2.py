@@ -109,11 +109,15 @@ class DCS2(Defense):
         x = self.craft(private, start, step, noise, own)
 
         a, b = (step.model.gradient(step.state, x, y, own) for y in (start.y, private.y))
-        parts = 1 if not self.divide else 2 if self.lambda_g in (0, 1) else 3
-        mixed = {k: (g + self.lambda_g * a[k] + (1 - self.lambda_g) * b[k]) / parts for k, g in tensors.items()}
+        mixed = {k: (g + self.lambda_g * a[k] + (1 - self.lambda_g) * b[k]) / self.divisor for k, g in tensors.items()}
         _tell(step, concealed=step.task.denormalize(x), concealed_labels=start.y, sensitive=index)
         step.secrets["dcs2.lambda_g"] = torch.tensor(self.lambda_g)
         return project(mixed, tensors, self.margin)
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of Eq. 10 is divided by."""
+        return 1 if not self.divide else 2 if self.lambda_g in (0, 1) else 3
 
     def select(self, batch: Batch) -> Tensor:
         """The positions of the sensitive samples in a batch."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
-from gradveil.core.types import Tensors
+from gradveil.core.types import Noise, Tensors
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
 
@@ -53,6 +53,12 @@ class DpSgd(Defense):
     def std(self, examples: int) -> float:
         """Standard deviation of the noise on every entry of the mean gradient of so many images."""
         return self.multiplier * self.clip / examples
+
+    def added_noise(self, examples: int) -> Noise | None:
+        return Noise(self.std(examples)) if self.multiplier > 0 else None
+
+    def clip_norm(self, examples: int) -> float | None:
+        return self.clip if examples == 1 else None  # of a batch, every image's gradient is clipped by itself
 
     def spent(self, rounds: int | None = None) -> float:
         """ε at `delta` after so many rounds (all of them by default)."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.settings import settings
-from gradveil.core.types import Batch, Tensors
+from gradveil.core.types import Batch, Noise, Tensors
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
 
@@ -45,6 +45,9 @@ class GradDefense(Defense):
     def __post_init__(self) -> None:
         if self.noised > self.slices:
             raise UserError(f"graddefense: noised={self.noised} is more than there are (slices={self.slices}).")
+
+    def added_noise(self, examples: int) -> Noise:
+        return Noise(self.std)  # on the slices that were drawn, which an adversary does not know
 
     def prepare(self, setup: Setup) -> tuple[Batch, Tensor]:
         source = setup.public if setup.public is not None else setup.private

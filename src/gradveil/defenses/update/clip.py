@@ -18,6 +18,9 @@ class Clip(Defense):
 
     norm: float = Field(default=1.0, gt=0)
 
+    def clip_norm(self, examples: int) -> float:
+        return self.norm
+
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         size = torch.stack([(g.double() ** 2).sum() for g in tensors.values()]).sum().sqrt()
         scale = (self.norm / size.clamp_min(1e-12)).clamp_max(1.0)

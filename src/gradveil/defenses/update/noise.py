@@ -6,13 +6,14 @@ own. `std` and `scale` are the standard deviation and the Laplace scale, whateve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from pydantic import Field
 
 from gradveil.core.settings import settings
-from gradveil.core.types import Tensors
+from gradveil.core.types import Noise, Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.registry import defense
 
@@ -24,6 +25,9 @@ class Gaussian(Defense):
 
     std: float = Field(default=1e-2, ge=0)  # PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST
 
+    def added_noise(self, examples: int) -> Noise:
+        return Noise(self.std)
+
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         return {name: g + self.std * _like(g, torch.randn, step) for name, g in tensors.items()}
 
@@ -34,6 +38,9 @@ class Laplace(Defense):
     """Add Laplace(0, scale) to every entry."""
 
     scale: float = Field(default=1e-2, ge=0)  # ATS: 1e-3 and 1e-2
+
+    def added_noise(self, examples: int) -> Noise:
+        return Noise(self.scale * math.sqrt(2), "laplace")
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         return {name: g + self.scale * _laplace(_like(g, torch.rand, step)) for name, g in tensors.items()}

@@ -21,7 +21,7 @@ from gradveil.attacks.counters.ats.inverse import signed, undo
 from gradveil.attacks.generative.public_prior import ImageGaussian, gaussians
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.engine import match_and_choose
-from gradveil.attacks.matching.fed_images import defense_part, one_image, sighting
+from gradveil.attacks.matching.fed_images import one_image, sighting
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match
@@ -42,7 +42,7 @@ class AtsEarly(Attack):
     steps: int | None = Field(default=None, ge=1)  # published: 2,000
 
     def applies(self, observation: Observation) -> str | None:
-        return None if defense_part(observation, "ats") is not None else "the defense is not ats"
+        return None if observation.knowledge.part(ATS) else "the defense is not ats"
 
     def run(self, target: Target) -> Answer:
         steps = self.steps or steps_for(target, 2_000)
@@ -58,7 +58,7 @@ class AtsPolicy(Attack):
 
     def applies(self, observation: Observation) -> str | None:
         public = observation.knowledge.public
-        if defense_part(observation, "ats") is None:
+        if observation.knowledge.part(ATS) is None:
             return "the defense is not ats"
         if public is not None and public.x.shape[1:] != torch.Size(observation.task.input_shape):
             return "public images have another shape than the private ones"
@@ -66,8 +66,8 @@ class AtsPolicy(Attack):
 
     def run(self, target: Target) -> Answer:
         answer = one_image(sighting(target, 0))
-        public, known = target.knowledge.public, defense_part(target.first, "ats")
-        assert public is not None
+        public, defense = target.knowledge.public, target.knowledge.part(ATS)
+        assert public is not None and defense is not None
         classes = gaussians(public, target.task.num_outputs)
         hard = target.hard_labels
         fed = target.denormalize(answer.x).clamp(0, 1)
@@ -75,35 +75,35 @@ class AtsPolicy(Attack):
         for victim, observation in enumerate(target.observations):
             draws = given(observation.knowledge.secrets)
             for place in range(fed.shape[1]):
-                draw = every(known) if draws is None else _rows(draws, slice(place, place + 1))
+                draw = every(defense) if draws is None else _rows(draws, slice(place, place + 1))
                 kind = classes[int(hard[victim, place])]
-                found[victim, place] = self._likeliest(fed[victim, place], draw, known, kind, public.x)
+                found[victim, place] = self._likeliest(fed[victim, place], draw, defense, kind, public.x)
         return Answer(target.normalize(found), answer.score, hard, answer.iterations)
 
-    def _likeliest(self, fed: Tensor, draw: Draw, known: ATS, kind: ImageGaussian, public: Tensor) -> Tensor:
+    def _likeliest(self, fed: Tensor, draw: Draw, defense: ATS, kind: ImageGaussian, public: Tensor) -> Tensor:
         best, least = fed, float("inf")
         for begin in range(0, len(draw.policy), BLOCK):
             part = _rows(draw, slice(begin, begin + BLOCK))
             many = fed.expand(len(part.policy), *fed.shape)
-            before, seen = undo(many, known.policies(), part, known.crop, public)
+            before, seen = undo(many, defense.policies(), part, defense.crop, public)
             before = kind.fill(before, seen)
-            again = transform(before, known.policies(), part, known.crop)
+            again = transform(before, defense.policies(), part, defense.crop)
             cost = (again - many).square().flatten(1).sum(1) / (2 * self.error**2) + kind.surprise(before)
             if cost.min() < least:
                 best, least = before[cost.argmin()], float(cost.min())
         return best
 
 
-def every(known: ATS) -> Draw:
+def every(defense: ATS) -> Draw:
     """All that may have been drawn for an image."""
-    policies, rows = known.policies(), []
+    policies, rows = defense.policies(), []
     longest = max(map(len, policies))
     for which, policy in enumerate(policies):
         directions = [(1.0, -1.0) if two else (1.0,) for two in signed(policy)]
         for signs in product(*directions):
             rows.append((which, (*signs, *(1.0,) * (longest - len(signs)))))
-    places = list(product(range(len(rows)), (False, True) if known.flip else (False,), range(2 * known.crop + 1)))
-    each = [(row, flip, top, left) for row, flip, top in places for left in range(2 * known.crop + 1)]
+    places = list(product(range(len(rows)), (False, True) if defense.flip else (False,), range(2 * defense.crop + 1)))
+    each = [(row, flip, top, left) for row, flip, top in places for left in range(2 * defense.crop + 1)]
     return Draw(
         torch.tensor([rows[row][0] for row, *_ in each]),
         torch.tensor([rows[row][1] for row, *_ in each]),

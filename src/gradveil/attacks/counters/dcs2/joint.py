@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +37,10 @@ from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.attacks.registry import attack
-from gradveil.core.observation import Observation
+from gradveil.core.observation import Knowledge, Observation
 from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
-
-
-def _settings(observation: Observation) -> Any:
-    parts = getattr(observation.knowledge.defense, "parts", ())
-    return next((p for p in parts if getattr(p, "name", "") == "dcs2"), None)
-
+from gradveil.defenses.gradient.dcs2 import DCS2
 
 APART = 1e-3  # error of the classifier's equations below which the two images are told apart
 NATURAL = 1e-3  # TV weight by which a natural image is told from a concealed one
@@ -61,7 +55,7 @@ class DCS2Joint(Attack):
     guesses: int = Field(default=4, ge=1)  # of the pair of labels
 
     def applies(self, observation: Observation) -> str | None:
-        if _settings(observation) is None:
+        if observation.knowledge.part(DCS2) is None:
             return "the defense is not dcs2"
         if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
             return "it looks for one sensitive and one concealed image behind one gradient"
@@ -88,18 +82,18 @@ class DCS2Joint(Attack):
         return Answer(x, score, labels, used)
 
     def _together(self, target: Target) -> Answer:
-        known = _settings(target.first)
+        defense = _dcs2(target.knowledge)
         pairs = [self._pairs(o) for o in target.observations]
         each = len(pairs[0])
         observations, labels = [], []
         for o, options in zip(target.observations, pairs, strict=True):
             for sensitive, concealed in options:
                 hard = F.one_hot(torch.tensor([sensitive, concealed]), o.task.num_outputs).float()
-                soft = known.lambda_g * hard[1] + (1 - known.lambda_g) * hard[0]
+                soft = defense.lambda_g * hard[1] + (1 - defense.lambda_g) * hard[0]
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
         doubled = target.about(observations, torch.stack(labels))
-        answer = Swift(adam_steps=0).reconstruct(doubled, Insight(transform=_scale(2 / _parts(known))))
+        answer = Swift(adam_steps=0).reconstruct(doubled, Insight(transform=_scale(2 / defense.divisor)))
         pick = answer.score.view(-1, each).argmin(1)
         rows = pick + torch.arange(len(pick)) * each
         found = torch.tensor([[options[int(i)][0]] for options, i in zip(pairs, pick, strict=True)])
@@ -117,22 +111,23 @@ class DCS2Joint(Attack):
         return pairs[: self.guesses]
 
 
-def _parts(known: Any) -> int:
-    """What the sum of Eq. 10 is divided by."""
-    return 1 if not known.divide else 2 if known.lambda_g in (0, 1) else 3
+def _dcs2(knowledge: Knowledge) -> DCS2:
+    defense = knowledge.part(DCS2)
+    assert defense is not None  # `applies` has asked
+    return defense
 
 
 def _separated(observation: Observation) -> Pair:
-    known, layer = _settings(observation), linear_layers(observation)[-1]
+    defense, layer = _dcs2(observation.knowledge), linear_layers(observation)[-1]
     names = [f"{layer}.{part}" for part in ("weight", "bias")]
     weight, bias = (observation.state[n] for n in names)
-    weight_sent, bias_sent = (observation.update.tensors[n] * _parts(known) for n in names)
-    return separate((weight_sent, bias_sent), (weight, bias), known.lambda_g)
+    weight_sent, bias_sent = (observation.update.tensors[n] * defense.divisor for n in names)
+    return separate((weight_sent, bias_sent), (weight, bias), defense.lambda_g)
 
 
 def _by_features(target: Target, pairs: list[Pair]) -> Answer:
     """The sensitive images, from the deepest features that the closed form gives."""
-    scale = _parts(_settings(target.first))
+    scale = _dcs2(target.knowledge).divisor
     layers = line(target.first)
     layer = linear_layers(target.first)[-1]
     weight = target.state[f"{layer}.weight"].double()
