@@ -1,4 +1,4 @@
-"""The work of each kind of cell. Whatever process runs one, the same case and key give the same numbers."""
+"""What each kind of cell computes. The same case and key give the same numbers in any process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL, UtilityTraining
 from gradveil.client import Client, prepare_client
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import seeded
@@ -40,7 +40,7 @@ from gradveil.storage.run_folder import Outcome, RunFolder, StoredCell
 
 @dataclass
 class Work:
-    """A cell with all that it may use."""
+    """A cell and all that it may use."""
 
     cell: Cell
     case: Case
@@ -57,11 +57,11 @@ class Work:
         return self.case.attack(self.cell.attack) if self.cell.attack else None
 
     def stage(self, _: str, done: int, total: int) -> None:
-        """Progress of a defense or a training, which name what they are at."""
+        """Progress of a defense or a training, without the name of its step."""
         self.progress(done, total)
 
     def needed(self, kind: str) -> Tensors | None:
-        """The tensors of the cell of this kind that was waited for."""
+        """The tensors of the needed cell of this kind."""
         for key in self.cell.needs:
             if self.folder.outcome(key).kind == kind:
                 return self.folder.tensors(key)
@@ -69,7 +69,7 @@ class Work:
 
 
 def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> StoredCell:
-    """Do a cell and store it; whatever goes wrong is stored in its place, and the others go on.
+    """Compute a cell and store it. An error is stored in its place, and the other cells go on.
 
     A first try that runs out of memory raises `OutOfMemory`, and nothing is stored.
     """
@@ -80,15 +80,15 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
     try:
         # A method that draws from torch's global stream must not depend on what ran before it in this process.
         with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
-            outcome, tensors = _DO[cell.kind](Work(cell, case, folder, progress, limits))
-    except DiskFull:  # no fault of the method's, and nothing can be stored
+            outcome, tensors = _COMPUTE[cell.kind](Work(cell, case, folder, progress, limits))
+    except DiskFull:  # nothing can be stored
         raise
-    except UserError as error:  # a method that says it does not fit here
+    except UserError as error:  # the method does not fit this case
         return folder.write(cell, Outcome(status="not applicable", error=str(error)))
     except (Exception, SystemExit) as error:  # a user's model may do anything
         if out_of_memory(error) and not limits.second_try:
             raise OutOfMemory(str(error)) from None
-        line = " ".join(f"{type(error).__name__}: {error}".split())
+        line = f"{type(error).__name__}: {one_line(error)}"
         return folder.write(cell, Outcome(status="failed", error=line[:300], traceback=traceback.format_exc()))
     if outcome.seconds is None:
         outcome = outcome.model_copy(update={"seconds": time.perf_counter() - begun})
@@ -97,7 +97,7 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums over threads round differently, so cells use one; it is also the fastest for many small ones."""
+    """Use one thread: sums over several round differently, and one is the fastest for many small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -113,29 +113,31 @@ Result = tuple[Outcome, Tensors | None]
 
 
 def _observe(work: Work, *, everything: bool = False) -> Result:
-    """The updates of all victims, and what only the judge knows: the images fed and the secrets, unless no pictures
-    are to be written."""
+    """The updates of all victims, with what only the judge knows: the images fed and the secrets.
+
+    These are left out where no pictures are to be stored, unless `everything` is asked for.
+    """
     private = everything or work.case.spec.pictures != "none"
     case, defense = work.case, work.defense
     task, state = case.task(defense, work.attack, work.needed("train"))
     client = _client(work, task, state, defense)
-    # The same victims on the same weights, as far as the defense has left them in place.
+    # The same victims without a defense, on the same weights as far as the defense kept them.
     none = case.defenses[CONTROL]
     plain, plain_state = case.task(none, work.attack, state)
     undefended = _client(work, plain, plain_state, none)
     stored: Tensors = {}
-    changes, silent, broken = [], 0, 0
+    changes, zero_updates, broken_updates = [], 0, 0
     for v in range(case.spec.victims):
         batch = case.batch(v)
-        protected, hidden = client.protect(state, batch, v)
+        protected, data_secrets = client.protect(state, batch, v)
         for u in range(case.spec.updates):
             update, trace = client.round(state, batch, v, u, protected=protected)
             stored |= {f"{v}/{u}/update/{n}": t for n, t in update.tensors.items()}
             if private:
-                stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**hidden, **trace.secrets}.items()}
+                stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
                 stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}
-            silent += not any(bool(t.any()) for t in update.tensors.values())
-            broken += not all(bool(t.isfinite().all()) for t in update.tensors.values())
+            zero_updates += not any(bool(t.any()) for t in update.tensors.values())
+            broken_updates += not all(bool(t.isfinite().all()) for t in update.tensors.values())
             if u == 0:
                 reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))
@@ -143,8 +145,8 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
     outcome = Outcome(
         gradient=_mean_change(changes),
         changes=tuple(c and GradientChange(cosine=finite(c[0]), noise_ratio=finite(c[1])) for c in changes),
-        zero_updates=silent,
-        broken_updates=broken,
+        zero_updates=zero_updates,
+        broken_updates=broken_updates,
     )
     return outcome, stored
 
@@ -166,14 +168,14 @@ def _change(sent: Tensors, plain: Tensors) -> tuple[float, float] | None:
 
 
 def _mean_change(changes: Sequence[tuple[float, float] | None]) -> GradientChange | None:
-    known = [c for c in changes if c is not None]
-    if not known:
+    measured = [c for c in changes if c is not None]
+    if not measured:
         return None
-    cosine, ratio = (sum(values) / len(known) for values in zip(*known, strict=True))
+    cosine, ratio = (sum(values) / len(measured) for values in zip(*measured, strict=True))
     return GradientChange(cosine=finite(cosine), noise_ratio=finite(ratio))
 
 
-# -- attack: what can be made of it ----------------------------------------------------------------------------------
+# -- attack: what can be rebuilt -------------------------------------------------------------------------------------
 
 
 def _attack(work: Work) -> Result:
@@ -184,38 +186,38 @@ def _attack(work: Work) -> Result:
     observations, traces = _observations(work, task, state)
     for observation in observations:
         attack._check(observation)
-    found = _carry_out(work, attack, observations)
+    answers = _run_attack(work, attack, observations)
     originals = [case.batch(v) for v in range(case.spec.victims)]
-    # An answer that is not finite is scored as mid-grey and counted, not replaced by something presentable.
-    images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in found]
+    # An answer that is not finite counts as failed and is scored as mid-grey.
+    images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in answers]
     scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], images, pool=case.pool)
-    rows = [summarize(scores, label_accuracy=_label_accuracy(originals, found))]
+    rows = [summarize(scores, label_accuracy=_label_accuracy(originals, answers))]
     shown = [torch.nan_to_num(i[s.order], nan=0.5) for i, s in zip(images, scores, strict=True)]
     tensors = {"original": torch.stack([b.x for b in originals]), "reconstruction": torch.stack(shown)}
     fed = [t.fed for t in traces]
     if all(f.x.shape == b.x.shape for f, b in zip(fed, originals, strict=True)):
         tensors["fed"] = torch.stack([f.x for f in fed])
         if not torch.equal(tensors["fed"], tensors["original"]):
-            again = score_all(
+            fed_scores = score_all(
                 [f.x for f in fed], [f.hard_labels for f in fed], images, pool=case.strangers, against="fed"
             )
-            rows.append(summarize(again, label_accuracy=_label_accuracy(fed, found)))
-    lost = [r.failed for r in found if r.failed]
+            rows.append(summarize(fed_scores, label_accuracy=_label_accuracy(fed, answers)))
+    failures = [r.failed for r in answers if r.failed]
     outcome = Outcome(
-        status="failed" if len(lost) == len(found) else "ok",
-        error=lost[0] if lost else None,
+        status="failed" if len(failures) == len(answers) else "ok",
+        error=failures[0] if failures else None,
         rows=tuple(rows),
-        victims=tuple(_by_image(originals, scores, found)),
-        history={k: tuple(finite(v) for v in values) for k, values in found[0].history.items()},
-        seconds=sum(r.seconds for r in found),
-        iterations=max(r.iterations for r in found),
+        victims=tuple(_by_image(originals, scores, answers)),
+        history={k: tuple(finite(v) for v in values) for k, values in answers[0].history.items()},
+        seconds=sum(r.seconds for r in answers),
+        iterations=max(r.iterations for r in answers),
         granted=tuple(observations[0].knowledge.granted()),
     )
     return outcome, None if case.spec.pictures == "none" else tensors
 
 
-def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
-    """The attack itself, within the limits and on the device that it is given."""
+def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
+    """Run the attack within the limits, on their device."""
     spec, limits = work.case.spec, work.limits
     memory = limits.memory
     if limits.second_try:
@@ -223,28 +225,29 @@ def _carry_out(work: Work, attack: Attack, observations: list[Observation]) -> l
         restarts = getattr(attack, "restarts", 1)
         taken = row_bytes(whole) * len(observations) * (max(1, restarts) if isinstance(restarts, int) else 1)
         memory = min(taken, memory or taken) // 2
-    how: dict[str, Any] = {"seed": spec.seed, "budget": spec.budget, "progress": work.progress}
-    how |= {"memory": memory, "cache": work.folder.cache}
+    run = partial(
+        attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache
+    )
     if limits.device == CPU:
-        return attack(observations, **how)
+        return run(observations)
     with OnDevice(limits.device):
-        return returned(attack(moved(observations, limits.device), **how))
+        return returned(run(moved(observations, limits.device)))
 
 
 def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observation], list[Trace]]:
     """The stored updates as the adversary sees them, and the traces that only the judge reads."""
     case, stored = work.case, work.needed("observe")
     assert stored is not None
-    if case.spec.pictures == "none":  # then images were not stored; the same seeds give the same ones
+    if case.spec.pictures == "none":  # the images were not stored; the same seeds give the same ones
         stored = {**(_observe(work, everything=True)[1] or {}), **stored}
     parts: dict[tuple[int, int], dict[str, Tensors]] = {}
     for path, tensor in stored.items():
-        victim, draw, what, name = path.split("/", 3)
-        parts.setdefault((int(victim), int(draw)), {}).setdefault(what, {})[name] = tensor
+        victim, draw, part, name = path.split("/", 3)
+        parts.setdefault((int(victim), int(draw)), {}).setdefault(part, {})[name] = tensor
     observations, traces = [], []
     for v in range(case.spec.victims):
         draws = [parts[v, u] for u in range(case.spec.updates)]
-        # The secrets of later updates stand beside those of the first, under a name of their own.
+        # Secrets of later updates get the number of the update behind their name.
         secrets = {n + (f"@{u}" if u else ""): t for u, d in enumerate(draws) for n, t in d.get("secret", {}).items()}
         trace = Trace(case.batch(v), Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
         sent = [
@@ -265,11 +268,11 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
     return observations, traces
 
 
-def _label_accuracy(truth: Sequence[Batch], found: Sequence[Reconstruction]) -> float | None:
-    """The share of labels named rightly; an update does not tell their order, so only how often each occurs counts."""
-    if any(r.labels is None or r.labels.ndim == 2 for r in found):  # rows of targets are not counted
+def _label_accuracy(truth: Sequence[Batch], answers: Sequence[Reconstruction]) -> float | None:
+    """The share of correct labels. An update does not tell their order, so only their counts are compared."""
+    if any(r.labels is None or r.labels.ndim == 2 for r in answers):  # rows of targets are not counted
         return None
-    right = sum(_common(b.hard_labels, r.labels) for b, r in zip(truth, found, strict=True) if r.labels is not None)
+    right = sum(_common(b.hard_labels, r.labels) for b, r in zip(truth, answers, strict=True) if r.labels is not None)
     return right / sum(len(b) for b in truth)
 
 
@@ -278,9 +281,9 @@ def _common(truth: Tensor, guess: Tensor) -> int:
 
 
 def _by_image(
-    originals: Sequence[Batch], scores: Sequence[Scores], found: Sequence[Reconstruction]
+    originals: Sequence[Batch], scores: Sequence[Scores], answers: Sequence[Reconstruction]
 ) -> Iterator[ImageScores]:
-    for v, (batch, score, answer) in enumerate(zip(originals, scores, found, strict=True)):
+    for v, (batch, score, answer) in enumerate(zip(originals, scores, answers, strict=True)):
         for i in range(len(batch)):
             guess = None
             if answer.labels is not None and answer.labels.ndim == 1:
@@ -309,7 +312,7 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# -- baseline: what is known without any update -----------------------------------------------------------------------
+# -- baseline: what is known without an update -----------------------------------------------------------------------
 
 
 def _baseline(work: Work) -> Result:
@@ -320,7 +323,7 @@ def _baseline(work: Work) -> Result:
     for batch in originals:
         if case.public is None:
             guesses.append(torch.full_like(batch.x, 0.5))
-        elif case.data.public_from is not None:  # its classes are others
+        elif case.data.public_from is not None:  # other classes
             guesses.append(baseline(case.public, None, len(batch)))
         else:
             guesses.append(baseline(case.public, batch.y))
@@ -365,7 +368,7 @@ def _curves(history: History) -> dict[str, tuple[float | None, ...]]:
     return {name: tuple(getattr(history, name)) for name in names}
 
 
-_DO: dict[str, Callable[[Work], Result]] = {
+_COMPUTE: dict[str, Callable[[Work], Result]] = {
     "baseline": _baseline,
     "train": _train,
     "observe": _observe,
