@@ -3,9 +3,9 @@ import time
 import pytest
 import torch
 
-from gradveil.core.results import ScoreRow
+from gradveil.core.results import ScoreRow, Statistic
 from gradveil.core.types import Batch
-from gradveil.metrics import clopper_pearson, mse, psnr, score, score_all, ssim, summarize
+from gradveil.metrics import clopper_pearson, mse, psnr, registry, score, score_all, ssim, summarize
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +135,21 @@ def test_thirty_two_victims_in_well_under_a_second():
         seconds.append(time.process_time() - started)
     assert min(seconds) < 1  # about 0.05 on an idle core
     assert all(s.identified.all() for s in scores)
+
+
+def test_a_registered_metric_is_measured_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_METRICS", dict(registry._METRICS))
+    registry.metric("brightness")(lambda truth, guess: (guess - truth).mean(dim=(1, 2, 3)))
+    registry.metric("unmeasurable")(lambda truth, guess: None)
+    registry.metric("infinite")(lambda truth, guess: torch.full((len(truth),), float("inf")))
+    truth = torch.zeros(2, 1, 8, 8)
+    scores = score(truth, torch.tensor([0, 1]), truth + 0.5, pool=None, lpips=None)
+    assert scores.others["brightness"].tolist() == [0.5, 0.5]
+    assert sorted(scores.others) == ["brightness", "infinite"]
+    row = summarize([scores])
+    assert row.others == {"brightness": Statistic(mean=0.5, std=0.0, min=0.5, max=0.5)}
+
+
+def test_two_metrics_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two metrics are named 'psnr'"):
+        registry.metric("psnr")(lambda truth, guess: None)

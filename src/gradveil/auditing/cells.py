@@ -27,7 +27,7 @@ from gradveil.core.errors import UserError, one_line
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import seeded
-from gradveil.core.results import GradientChange, ImageScores
+from gradveil.core.results import GradientChange, ImageScores, finite
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
@@ -295,6 +295,7 @@ def _by_image(
                 ssim=_number(score.ssim, i),
                 mse=_number(score.mse, i),
                 lpips=_number(score.lpips, i),
+                others={name: _number(values, i) for name, values in score.others.items()},
                 identified=None if score.identified is None else bool(score.identified[i]),
                 rank=None if score.rank is None else int(score.rank[i]),
                 failed=bool(score.failed[i]),
@@ -305,11 +306,6 @@ def _by_image(
 
 def _number(values: Tensor | None, place: int) -> float | None:
     return None if values is None else finite(float(values[place]))
-
-
-def finite(value: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
-    return value if math.isfinite(value) else None
 
 
 # -- baseline: what is known without an update -----------------------------------------------------------------------

@@ -142,6 +142,7 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
         ssim=Statistic.of([image.ssim for image in images]),
         mse=Statistic.of([image.mse for image in images]),
         lpips=Statistic.of([image.lpips for image in images]),
+        others={n: s for n in images[0].others if (s := Statistic.of([image.others.get(n) for image in images]))},
         asr=sum(image.recognisable for image in images) / len(images),
         identified=identification_rate(identified, chance, attacks=len(ran)),
         scored=len(images),

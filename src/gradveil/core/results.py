@@ -23,6 +23,11 @@ def _storable(value: object) -> object:
 Text = Annotated[str, BeforeValidator(_storable)]
 
 
+def finite(value: float) -> float | None:
+    """The value, or None where it is not finite: JSON has no such numbers."""
+    return value if math.isfinite(value) else None
+
+
 class Record(BaseModel):
     """Checked when it is made, and never changed. Every number is finite; fields of later versions are ignored."""
 
@@ -64,6 +69,7 @@ class ScoreStatistics(Record):
     ssim: Statistic | None = None
     mse: Statistic | None = None
     lpips: Statistic | None = None
+    others: dict[str, Statistic] = {}  # registered metrics without a field here, by name
     asr: float | None = None
     identified: Rate | None = None
     scored: int = 0
@@ -93,6 +99,7 @@ class ImageScores(Record):
     ssim: float | None
     mse: float | None
     lpips: float | None
+    others: dict[str, float | None] = {}
     identified: bool | None
     rank: int | None  # among the distractors; 1 is nearest
     failed: bool

@@ -9,13 +9,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from gradveil.core.results import RECOGNISABLE, Against, ScoreRow, Statistic
+from gradveil.core.results import RECOGNISABLE, Against, ScoreRow, Statistic, finite
 from gradveil.core.types import Batch, hard_labels
 from gradveil.metrics.identification import identification_rate, identify
 from gradveil.metrics.matching import match
 from gradveil.metrics.perceptual import Net
 from gradveil.metrics.perceptual import lpips as perceptual_distance
 from gradveil.metrics.pixel import as_pixels, mse, psnr
+from gradveil.metrics.registry import registered
 from gradveil.metrics.structural import ssim
 
 GREY = 0.5  # stands for an image that is not finite
@@ -30,6 +31,7 @@ class Scores:
     psnr: Tensor
     ssim: Tensor
     lpips: Tensor | None  # None: no weights, or not requested
+    others: dict[str, Tensor]  # registered metrics without a field here, by name
     identified: Tensor | None  # None without a pool of distractors, like rank and chance
     rank: Tensor | None  # 1 is the most similar
     chance: float | None
@@ -99,6 +101,7 @@ def score_all(
 
     errors, decibels, similarity = mse(truth, guess), psnr(truth, guess), ssim(truth, guess)
     distance = perceptual_distance(truth, guess, lpips) if lpips else None
+    others = {m.name: m.measure(truth, guess) for m in registered() if m.name not in Scores.__dataclass_fields__}
     return [
         Scores(
             against,
@@ -106,6 +109,7 @@ def score_all(
             psnr=decibels[start:end],
             ssim=similarity[start:end],
             lpips=None if distance is None else distance[start:end],
+            others={name: values[start:end] for name, values in others.items() if values is not None},
             identified=ranking.identified[start:end] if ranking else None,
             rank=ranking.ranks[start:end] if ranking else None,
             chance=float(ranking.chance[start:end].mean()) if ranking else None,
@@ -134,6 +138,7 @@ def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None, 
         ssim=_statistic([s.ssim for s in scores]),
         mse=_statistic([s.mse for s in scores]),
         lpips=_statistic([s.lpips for s in scores]),
+        others={n: s for n in scores[0].others if (s := _statistic([victim.others[n] for victim in scores]))},
         asr=_join([s.recognisable for s in scores]).double().mean().item(),
         identified=rate,
         scored=sum(len(s) for s in scores),
@@ -147,4 +152,4 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor:
 
 
 def _statistic(parts: Sequence[Tensor | None]) -> Statistic | None:
-    return None if any(p is None for p in parts) else Statistic.of(_join(parts).double().tolist())
+    return None if any(p is None for p in parts) else Statistic.of([finite(v) for v in _join(parts).tolist()])

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NESTED = dict.fromkeys(("psnr", "ssim", "mse", "lpips"), tuple(Statistic.model_fields))
-_NESTED["identified"] = tuple(Rate.model_fields)
+_PARTS = tuple(Statistic.model_fields)
+_NESTED = {**dict.fromkeys(("psnr", "ssim", "mse", "lpips"), _PARTS), "identified": tuple(Rate.model_fields)}
 _FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "updates", "scored", "failed")
 
 
@@ -59,11 +59,13 @@ class Report:
                 shared |= {f"{group}_{name}": value for name, value in (costs or ())}
             for attack in defense.attacks:
                 row: dict[str, object] = {"defense": defense.spec, "attack": attack.spec}
-                for name, value in attack:
-                    parts = _NESTED.get(name, ())
+                for name, value in (*attack, *attack.others.items()):
+                    parts = _NESTED.get(name, _PARTS if isinstance(value, Statistic) else ())
                     row |= {f"{name}_{part}": getattr(value, part, math.nan) for part in parts} or {name: value}
                 rows.append(row | shared)
-        frame = pd.DataFrame(rows, columns=None if rows else list(_FIRST)).drop(columns="spec", errors="ignore")
+        frame = pd.DataFrame(rows, columns=None if rows else list(_FIRST)).drop(
+            columns=["spec", "others"], errors="ignore"
+        )
         return frame[[*_FIRST, *(name for name in frame if name not in _FIRST)]]
 
     def plot(self, ax: Axes | None = None) -> Figure:

@@ -114,6 +114,7 @@ def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
         },
         has_updates=any(r.updates != 1 for _, r in rows),
         has_lpips=any(r.lpips for _, r in rows),
+        other_metrics=sorted({name for _, r in rows for name in r.others}),
         galleries=list(galleries(run, summary, shown)),
         accuracy=chart.accuracy_curves(run.cells.values(), [d.spec for d in summary.defenses]),
         objectives=list(objectives(run, summary)),
