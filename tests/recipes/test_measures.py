@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gradveil.auditing.progress import Lines
+from gradveil.auditing.progress import LogLines
 from gradveil.auditing.run import Stopped
 from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
@@ -53,7 +53,7 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
     assert list(json.loads(part.read_text())["pieces"]) == ["none"]
 
     shown = Console(width=200)
-    again = run_recipe(recipe, "cpu", tmp_path / "out", display=lambda: Lines(shown))
+    again = run_recipe(recipe, "cpu", tmp_path / "out", display=lambda: LogLines(shown))
     assert asked == [(), (3, 1, 7), (3, 1, 7)]
     assert again["rows"] == whole
     assert not list((tmp_path / "out" / "measures").glob("*.part.json"))

@@ -26,7 +26,7 @@ class Display:
     def stop(self) -> None: ...
 
 
-class Lines(Display):
+class LogLines(Display):
     """One line for each finished cell."""
 
     def __init__(self, console: Console):
@@ -109,7 +109,7 @@ class Bars(Display):
 def display_on(console: Console, quiet: bool) -> Display:
     if quiet:
         return Display()
-    return Bars(console) if console.is_terminal else Lines(console)
+    return Bars(console) if console.is_terminal else LogLines(console)
 
 
 def outcome(cell: CellName, stored: StoredCell) -> str:

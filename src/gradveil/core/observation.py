@@ -16,7 +16,7 @@ from gradveil.core.gradients import ModelFunction
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Level, LocalTraining, Noise, Tensors, Update
 
-Part = TypeVar("Part")
+_Part = TypeVar("_Part")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Knowledge:
     public: Batch | None = None  # data of the same kind that anyone may have
     secrets: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def part(self, kind: type[Part]) -> Part | None:
+    def part(self, kind: type[_Part]) -> _Part | None:
         """The part of the defense that is of this class, or None."""
         return next((p for p in (self.defense.parts if self.defense else ()) if isinstance(p, kind)), None)
 

@@ -23,15 +23,15 @@ from gradveil.data.split import exclude, image_keys, split, subsample
 NONE = "none"
 
 
-class Name(NamedTuple):
+class DataName(NamedTuple):
     name: str
     description: str
     available: bool  # whether its files are present
 
 
-def names() -> list[Name]:
+def names() -> list[DataName]:
     """Every named data set."""
-    return [Name(named.name, named.description, named.available()) for named in NAMED_SETS.values()]
+    return [DataName(named.name, named.description, named.available()) for named in NAMED_SETS.values()]
 
 
 def load(source: object, *, seed: int = 0, num_classes: int | None = None, rows: bool = False) -> DataSet:

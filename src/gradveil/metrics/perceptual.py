@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     padding: int = 1
 
 
-class Network(NamedTuple):
+class FeatureNetwork(NamedTuple):
     trunk: str
     head: str
     stages: tuple[Stage, ...]
@@ -51,9 +51,9 @@ class Network(NamedTuple):
 
 _ALEX = (Stage((0,), None, 4, 2), Stage((3,), 3, 1, 2), Stage((6,), 3), Stage((8,)), Stage((10,)))
 _VGG = (Stage((0, 2)), Stage((5, 7), 2), Stage((10, 12, 14), 2), Stage((17, 19, 21), 2), Stage((24, 26, 28), 2))
-NETWORKS: dict[Net, Network] = {
-    "alex": Network("alexnet_features_imagenet.safetensors", "lpips_v0.1_lin_alex.safetensors", _ALEX),
-    "vgg": Network("vgg16_features_imagenet_fp16.safetensors", "lpips_v0.1_lin_vgg.safetensors", _VGG),
+NETWORKS: dict[Net, FeatureNetwork] = {
+    "alex": FeatureNetwork("alexnet_features_imagenet.safetensors", "lpips_v0.1_lin_alex.safetensors", _ALEX),
+    "vgg": FeatureNetwork("vgg16_features_imagenet_fp16.safetensors", "lpips_v0.1_lin_vgg.safetensors", _VGG),
 }
 
 
@@ -118,7 +118,7 @@ def imagenet_input(images: Tensor) -> Tensor:
     return (2 * images - 1 - SHIFT.to(images)) / SCALE.to(images)
 
 
-def trunk_outputs(x: Tensor, network: Network, weights: Tensors) -> Iterator[Tensor]:
+def trunk_outputs(x: Tensor, network: FeatureNetwork, weights: Tensors) -> Iterator[Tensor]:
     """The outputs of all convolutions of a network, in order, before their ReLU."""
     for stage in network.stages:
         if stage.pool:
@@ -130,7 +130,7 @@ def trunk_outputs(x: Tensor, network: Network, weights: Tensors) -> Iterator[Ten
             x = x.relu()
 
 
-def _distance(x: Tensor, y: Tensor, network: Network, weights: Tensors) -> Tensor:
+def _distance(x: Tensor, y: Tensor, network: FeatureNetwork, weights: Tensors) -> Tensor:
     total = x.new_zeros(len(x))
     outputs = trunk_outputs(torch.cat([x, y]), network, weights)
     for tap, stage in enumerate(network.stages):

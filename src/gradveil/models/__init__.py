@@ -16,19 +16,19 @@ from gradveil.core.settings import load_object
 from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network
 
-__all__ = ["MODELS", "Name", "Network", "build", "names"]
+__all__ = ["MODELS", "ModelName", "Network", "build", "names"]
 
 _IMPORT = re.compile(r"(?P<path>[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
 
-class Name(NamedTuple):
+class ModelName(NamedTuple):
     name: str
     description: str
 
 
-def names() -> list[Name]:
+def names() -> list[ModelName]:
     """Every registered network, with the first line of its docstring."""
-    return [Name(network.name, (inspect.getdoc(network) or "").partition("\n")[0]) for network in MODELS]
+    return [ModelName(network.name, (inspect.getdoc(network) or "").partition("\n")[0]) for network in MODELS]
 
 
 def build(

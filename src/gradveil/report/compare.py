@@ -27,8 +27,8 @@ WORST = "worst of all"  # the row of a defense that takes the strongest attack o
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 
-Images = Mapping[Place, ImageScores]
-Attacks = Mapping[str, Images]
+ScoredImages = Mapping[Place, ImageScores]
+Attacks = Mapping[str, ScoredImages]
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paire
     return DefenseChange(a.spec, a.judgement, b.judgement, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
 
 
-def _worst(attacks: Attacks) -> Images:
+def _worst(attacks: Attacks) -> ScoredImages:
     """For every image what the attack got that got most of it, by the verdict's own order."""
     places = dict.fromkeys(place for images in attacks.values() for place in images)
     return {
@@ -258,7 +258,7 @@ def _worst(attacks: Attacks) -> Images:
     }
 
 
-def _changes(a: Images, b: Images, paired: bool) -> Iterator[Change]:
+def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]:
     single = all(image == 0 for _, image in (*a, *b))  # one image per victim
     for metric in METRICS:
         before, after = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Target
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
-from gradveil.attacks.matching.unknowns import Images, ImagesAndLabels
+from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly
 
 Curves = dict[str, list[float]]
 
@@ -34,7 +34,7 @@ class Solution:
 def solve(problem: Problem, start: Tensor | None = None) -> Solution:
     """Run a problem from its starts, or from `start` (victims · restarts × B × C × H × W, as the network takes them)."""
     match, target = problem.match, problem.target
-    unknowns = ImagesAndLabels(problem) if match.learn_labels else Images(problem)
+    unknowns = ImagesAndLabels(problem) if match.learn_labels else ImagesOnly(problem)
     z = unknowns.begin(match.start.draw(target, match.restarts, target.rng) if start is None else start)
     history: Curves = {}
     if isinstance(match.optimizer, LBFGS):
@@ -63,7 +63,7 @@ def match_and_choose(target: Target, match: Match, insight: Insight = NOTHING) -
     return choose(problem, solve(problem))
 
 
-def _first_order(unknowns: Images, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, Curves]:
+def _first_order(unknowns: ImagesOnly, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, Curves]:
     problem = unknowns.problem
     match, target = problem.match, problem.target
     low, high = target.pixel_range

@@ -14,7 +14,7 @@ from gradveil.attacks.matching.problem import Problem
 from gradveil.attacks.matching.rows import Rows
 
 
-class Images:
+class ImagesOnly:
     """The images alone: a row of unknowns is B × C × H × W."""
 
     def __init__(self, problem: Problem):
@@ -42,7 +42,7 @@ class Images:
         return change(z)
 
 
-class ImagesAndLabels(Images):
+class ImagesAndLabels(ImagesOnly):
     """Images and label logits: a row of unknowns is one vector, pixels first."""
 
     def begin(self, x: Tensor) -> Tensor:
