@@ -137,7 +137,7 @@ def test_refresh_measures_at_the_present_weights() -> None:
 
 
 def test_more_noised_slices_than_there_are_is_refused() -> None:
-    with pytest.raises(UserError, match="more than there are"):
+    with pytest.raises(UserError, match="is more than slices="):
         parse("graddefense:slices=3")
 
 

@@ -23,6 +23,7 @@ from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.data.loda.defense import Loda, Memory
 from gradveil.defenses.data.loda.extractors import Extractor, Trained, Trunk, _folded, extractor, train
 from gradveil.metrics import identify, lpips, psnr, ssim
+from gradveil.storage.files import read_tensors
 
 needs_weights = pytest.mark.skipif(
     not os.environ.get("GRADVEIL_DATA"), reason="the ImageNet trunks are read from GRADVEIL_DATA"
@@ -254,7 +255,7 @@ def test_trunks_have_the_features_that_lpips_compares(kind, net, convolutions):
     trunk = Trunk(kind)
     assert trunk.layers == (*(f"conv{i + 1}" for i in range(convolutions)), "pooled")
     x, y = images(2, 32), images(2, 32, name="y")
-    heads = extractors._read(extractors._trunk_file(kind).parent / f"lpips_v0.1_lin_{net}.safetensors")
+    heads = read_tensors(extractors._trunk_file(kind).parent / f"lpips_v0.1_lin_{net}.safetensors")
     taps = {"alex": (1, 2, 3, 4, 5), "vgg": (2, 4, 7, 10, 13)}[net]
     layers = [f"conv{i}" for i in taps]
     total = torch.zeros(2)

@@ -8,10 +8,14 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
+import gradveil as gv
 from gradveil import metrics
 from gradveil.core.settings import Registry
+from gradveil.defenses.data.loda import extractors
+from gradveil.defenses.registry import registry as defenses
 from gradveil.models import MODELS, build
 
 NOT_YET = {"identification_rate", "summarize"}
@@ -75,6 +79,23 @@ def test_a_model(name: str) -> None:
         assert isinstance(eval(code, {"build": build}), nn.Module)
 
     check(MODELS[name], MODELS, run)
+
+
+@pytest.mark.parametrize("name", defenses.names())
+def test_a_defense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extractors, "STEPS", 20)
+    rng = torch.Generator().manual_seed(0)
+    x, x_public = torch.rand(2, 24, 1, 16, 16, generator=rng)
+    y = y_public = torch.arange(24) % 3
+    model = build("cnn", input_shape=(1, 16, 16), num_classes=3)
+    names = {"gv": gv, "model": model, "x": x, "y": y, "x_public": x_public, "y_public": y_public}
+
+    def run(code: str) -> None:
+        shield = eval(code, names)
+        shield.backward(x[:4], y[:4])
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in shield.model.parameters())
+
+    check(defenses[name], defenses, run)
 
 
 @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import UserError, one_line
@@ -70,6 +71,11 @@ class ModelFunction:
         """Leave out what submodules add to the loss: for a network cut before them."""
         self._penalties = []
 
+    @property
+    def couples_images(self) -> bool:
+        """Whether the gradient of an image depends on the other images of its batch."""
+        return self.mode == "train" and any(isinstance(m, _BatchNorm) for m in self.module.modules())
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> Tensors:
@@ -108,16 +114,18 @@ class ModelFunction:
         gradient: Tensors = grad(lambda p: self.loss({**fixed, **p}, x, y, noise))(parameters)
         return gradient
 
-    def gradient(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensors:
-        """The gradient of one batch, detached: what an undefended client computes."""
+    def gradient(
+        self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False
+    ) -> Tensors:
+        """The gradient of one batch, as an undefended client computes it; detached, or differentiable in `x`."""
         parameters = {k: v.detach().requires_grad_() for k, v in self.parameters(state).items()}
         with torch.enable_grad():
             value = self.loss({**state, **parameters}, x, y, noise)
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(parameters[name]) if gradient is None else gradient
-            for name, gradient in zip(parameters, gradients, strict=True)
-        }
+            leaves = list(parameters.values())
+            gradient = torch.autograd.grad(
+                value, leaves, create_graph=differentiable, allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(parameters, gradient, strict=True))
 
     # -- many victims ------------------------------------------------------------------------------------------------
 

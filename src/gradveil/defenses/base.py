@@ -65,6 +65,11 @@ class Step:
         """Other images of the client as the defenses before this one would have it use them."""
         return batch if self.before is None else self.before(batch)
 
+    def remember(self, **rows: Tensor) -> None:
+        """Append rows to secrets: a round of several local steps has the rows of all its steps, in their order."""
+        for name, value in rows.items():
+            self.secrets[name] = torch.cat([self.secrets[name], value]) if name in self.secrets else value
+
     def gradient(self, batch: Batch, noise: Tensors | None = None) -> Tensors:
         """The plain gradient of a batch at the current weights."""
         inputs = self.task.normalize(batch.x)

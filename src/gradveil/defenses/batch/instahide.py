@@ -1,11 +1,4 @@
-"""InstaHide (Huang et al. 2020): MixUp, then the sign of every pixel flipped at random.
-
-The signs act on images as the network takes them, (x − mean) / std, so what is fed leaves the range of pixels: as
-published. Without `public` all k images are the client's own and the coefficients GradAttack's (see `mixup`), the
-protocol LODA compares with. With `public` it is the original's cross-dataset scheme: half of the k images (rounded up)
-are private and the rest public, coefficients are |N(0, 1)| normalised, the first two together at least 0.3, and labels
-come from the private ones alone, not rescaled.
-"""
+"""InstaHide: MixUp, then the sign of every pixel flipped at random."""
 
 from __future__ import annotations
 
@@ -19,25 +12,40 @@ from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.batch.mixup import Partners, check_limits, different, dirichlet, mix, remember, within
+from gradveil.defenses.batch.mixup import Partners, check_limits, different, dirichlet, mix, soft, within
 from gradveil.defenses.registry import defense
 
-PAIR = 0.3  # the least that the first two coefficients sum to, in the cross-dataset scheme
+PAIR = 0.3  # the smallest sum of the first two coefficients in the cross-dataset scheme
 
 
 @defense("instahide", counters=["instahide-decode"], random=True)
 @settings
 class InstaHide(Defense):
-    """Mix each image with k − 1 others, flip pixel signs at random; labels become soft.
+    """Mix each image with k − 1 others, then flip pixel signs at random; labels become soft.
 
-    Secrets, a row for each encoded image: those of MixUp (public partners are numbered after the client's images), and
-    `signs` (+1 or −1 for each pixel).
+    Huang et al. 2020. The signs act on the network inputs (x − mean) / std, so the result leaves the range of pixels, as
+    published. Without `public` all k images are the client's and the coefficients are those of GradAttack (see `mixup`);
+    LODA compares with this protocol. With `public` it is the cross-dataset scheme of the paper: half of the k images
+    (rounded up) are private and the rest public, coefficients are |N(0, 1)|, normalised, the first two sum to at least
+    0.3, and labels come from the private images alone, not rescaled.
+
+    Secrets, one row per encoded image: those of MixUp (public partners are numbered after the client's images), and
+    `signs` (+1 or −1 per pixel).
+
+    Args:
+        k: number of images in a mixture. LODA: 4 and 6; the paper recommends 4 or 6.
+        upper: limit of the largest coefficient. The paper: 0.65; 1 sets no limit.
+        lower: limit of the smallest coefficient.
+        public: mix with public images too.
+
+    Example:
+        >>> gv.protect(model, "instahide:k=6", data=(x, y))
     """
 
-    k: int = Field(default=4, ge=2)  # LODA: 4 and 6; InstaHide recommends 4 or 6
-    upper: float = Field(default=0.65, gt=0, le=1)  # InstaHide's paper; 1 sets no limit
+    k: int = Field(default=4, ge=2)
+    upper: float = Field(default=0.65, gt=0, le=1)
     lower: float = Field(default=0.0, ge=0, lt=1)
-    public: bool = False  # mix with public images too
+    public: bool = False
 
     def __post_init__(self) -> None:
         check_limits(self.name, self.k, self.lower, self.upper)
@@ -46,9 +54,7 @@ class InstaHide(Defense):
         if not self.public:
             return Partners.of(setup.private, self.k, self.name)
         if setup.public is None or len(setup.public) < self.k // 2:
-            raise UserError(
-                "instahide:public=true mixes with public images, and there are none; give some, or leave it out."
-            )
+            raise UserError("instahide:public=true needs public images; give more of them, or leave it out.")
         return Crossed.of(setup.private, setup.public.x, (self.k + 1) // 2, self.name, setup.task.num_outputs)
 
     def batch(self, batch: Batch, step: Step) -> Batch:
@@ -58,28 +64,29 @@ class InstaHide(Defense):
             mixing = within(lambda rows: dirichlet(rows, self.k, step.rng), len(batch), self.lower, self.upper)
         mixed = mix(batch, mixing, step.memory.draw(batch, self.k, step.rng), step.memory.data, step)
         signs = torch.randint(2, mixed.x.shape, generator=step.rng, dtype=torch.int8) * 2 - 1
-        remember(step, "signs", signs)
+        step.remember(signs=signs)
         return Batch(step.task.denormalize(step.task.normalize(mixed.x) * signs), mixed.y)
 
 
 @dataclass(frozen=True)
 class Crossed:
-    """The client's images, of which each encoding takes `own`, followed by the public ones, which carry no label."""
+    """The client's images, of which every mixture takes `num_private`, then the public images, without labels."""
 
     private: Partners
     data: Batch
-    own: int
+    num_private: int
 
     @staticmethod
-    def of(private: Batch, public: Tensor, own: int, name: str, classes: int) -> Crossed:
-        labels = private.y if private.y.ndim == 2 else torch.nn.functional.one_hot(private.y, classes).float()
+    def of(private: Batch, public: Tensor, num_private: int, name: str, classes: int) -> Crossed:
+        labels = soft(private.y, classes)
         data = Batch(torch.cat([private.x, public]), torch.cat([labels, labels.new_zeros(len(public), classes)]))
-        return Crossed(Partners.of(private, own, name), data, own)
+        return Crossed(Partners.of(private, num_private, name), data, num_private)
 
     def draw(self, batch: Batch, k: int, rng: torch.Generator) -> Tensor:
-        private, first = self.private.draw(batch, self.own, rng), len(self.private.data)
-        none = torch.empty(len(batch), 0, dtype=torch.long)
-        return torch.cat([private, first + different(none, k - self.own, len(self.data) - first, rng)], dim=1)
+        private, start = self.private.draw(batch, self.num_private, rng), len(self.private.data)
+        empty = torch.empty(len(batch), 0, dtype=torch.long)
+        public = start + different(empty, k - self.num_private, len(self.data) - start, rng)
+        return torch.cat([private, public], dim=1)
 
 
 def _normal(rows: int, k: int, rng: torch.Generator) -> Tensor:

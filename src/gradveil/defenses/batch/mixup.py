@@ -1,9 +1,4 @@
-"""MixUp (Zhang et al. 2018): train on convex combinations of images, with their labels combined alike.
-
-As a defense it mixes k images at once (Huang et al. 2021, GradAttack, whose protocol LODA follows too): each image of
-the batch with k − 1 others of the client's own data, drawn anew at every step. The coefficients are
-Dirichlet(3, 1, …, 1), the image itself first, redrawn while the largest is above `upper` or the smallest below `lower`.
-"""
+"""MixUp: train on convex combinations of images and of their labels."""
 
 from __future__ import annotations
 
@@ -22,21 +17,33 @@ from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.registry import defense
 
-OWN = 3  # Dirichlet parameter of the image itself; that of its partners is 1
-TRIES = 10_000  # redraws before the limits are taken to leave no coefficients
+ITSELF = 3  # Dirichlet parameter of the image itself; that of its partners is 1
+TRIES = 10_000  # redraws before an error
 
 
 @defense("mixup", counters=["mixup-decode"], random=True)
 @settings
 class MixUp(Defense):
-    """Mix each image with k − 1 others of the client's data; labels become soft.
+    """Mix each image with k − 1 other images of the client; labels become soft.
 
-    Secrets, a row for each mixed image: `mixing` (its k coefficients), `partners` (the places of those images in the
-    client's data, the image itself first; −1 where it is not among them) and `component` (the image of most weight).
+    Zhang et al. 2018 mix pairs. As a defense it mixes k images (Huang et al. 2021, GradAttack, whose protocol LODA
+    follows): each image of the batch with k − 1 others of the client's data, drawn anew at every step. The coefficients
+    are Dirichlet(3, 1, …, 1), the image itself first, and are drawn again while they exceed the limits.
+
+    Secrets, one row per mixed image: `mixing` (its k coefficients), `partners` (the positions of those images in the
+    client's data, the image itself first; −1 where it is not among them) and `component` (the image of largest weight).
+
+    Args:
+        k: number of images in a mixture. LODA: 4 and 6.
+        upper: limit of the largest coefficient. GradAttack: 0.65; 1 sets no limit.
+        lower: limit of the smallest coefficient.
+
+    Example:
+        >>> gv.protect(model, "mixup:k=6", data=(x, y))
     """
 
-    k: int = Field(default=4, ge=2)  # LODA: 4 and 6
-    upper: float = Field(default=0.65, gt=0, le=1)  # GradAttack's paper; 1 sets no limit
+    k: int = Field(default=4, ge=2)
+    upper: float = Field(default=0.65, gt=0, le=1)
     lower: float = Field(default=0.0, ge=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -52,43 +59,43 @@ class MixUp(Defense):
 
 @dataclass(frozen=True)
 class Partners:
-    """The images a client may mix with, and the place of each."""
+    """The images that a client may mix with, and the position of each."""
 
     data: Batch
-    places: dict[bytes, int]
+    positions: dict[bytes, int]
 
     @staticmethod
     def of(data: Batch, k: int, name: str) -> Partners:
         if len(data) < k:
-            raise UserError(f"{name} mixes {k} images, but there are only {len(data)} to mix; give a smaller k.")
-        return Partners(data, {_key(image): place for place, image in enumerate(data.x)})
+            raise UserError(f"{name} mixes {k} images, but there are only {len(data)}; choose a smaller k.")
+        return Partners(data, {_key(image): i for i, image in enumerate(data.x)})
 
     def draw(self, batch: Batch, k: int, rng: torch.Generator) -> Tensor:
-        """n × k different places: each image's own (−1 if it is none of these), then its partners'."""
-        own = torch.tensor([[self.places.get(_key(image), -1)] for image in batch.x])
-        return different(own, k - 1, len(self.data), rng)
+        """n × k different positions: that of each image itself (−1 if it is not among these), then its partners."""
+        positions = torch.tensor([[self.positions.get(_key(image), -1)] for image in batch.x])
+        return different(positions, k - 1, len(self.data), rng)
 
 
 def _key(image: Tensor) -> bytes:
     return hashlib.blake2b(image.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
-def different(given: Tensor, count: int, among: int, rng: torch.Generator) -> Tensor:
-    """Rows of `given` numbers continued by `count` random ones below `among`, no number twice in a row."""
+def different(first: Tensor, count: int, below: int, rng: torch.Generator) -> Tensor:
+    """The rows of `first`, extended by `count` random numbers below `below`; no number occurs twice in a row."""
 
     def draw(rows: Tensor) -> Tensor:
-        return torch.cat([rows, torch.randint(among, (len(rows), count), generator=rng)], dim=1)
+        return torch.cat([rows, torch.randint(below, (len(rows), count), generator=rng)], dim=1)
 
-    found = draw(given)
-    while (twice := (found.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)).any():
-        found[twice] = draw(given[twice])
-    return found
+    drawn = draw(first)
+    while (twice := (drawn.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)).any():
+        drawn[twice] = draw(first[twice])
+    return drawn
 
 
 def dirichlet(rows: int, k: int, rng: torch.Generator) -> Tensor:
-    """Dirichlet(3, 1, …, 1): sums of standard exponentials, normalised."""
-    exponential = -torch.log1p(-torch.rand(rows, OWN + k - 1, generator=rng, dtype=torch.float64))
-    parts = torch.cat([exponential[:, :OWN].sum(dim=1, keepdim=True), exponential[:, OWN:]], dim=1)
+    """Dirichlet(3, 1, …, 1), rows × k: sums of standard exponentials, normalised."""
+    exponential = -torch.log1p(-torch.rand(rows, ITSELF + k - 1, generator=rng, dtype=torch.float64))
+    parts = torch.cat([exponential[:, :ITSELF].sum(dim=1, keepdim=True), exponential[:, ITSELF:]], dim=1)
     return (parts / parts.sum(dim=1, keepdim=True)).float()
 
 
@@ -104,35 +111,27 @@ def within(
     upper: float,
     accept: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rows of coefficients between the limits, and such as `accept` takes; others are drawn again."""
-    found = draw(rows)
+    """Rows of coefficients between the limits that `accept` accepts; other rows are drawn again."""
+    drawn = draw(rows)
     for _ in range(TRIES):
-        bad = (found.amax(dim=1) > upper) | (found.amin(dim=1) < lower)
-        bad |= ~accept(found) if accept else False
+        bad = (drawn.amax(dim=1) > upper) | (drawn.amin(dim=1) < lower)
+        bad |= ~accept(drawn) if accept else False
         if not bad.any():
-            return found
-        found[bad] = draw(int(bad.sum()))
+            return drawn
+        drawn[bad] = draw(int(bad.sum()))
     raise UserError(f"coefficients between lower={lower:g} and upper={upper:g} are too rare to draw; widen the limits.")
 
 
 def mix(batch: Batch, mixing: Tensor, partners: Tensor, data: Batch, step: Step) -> Batch:
-    """The combinations of each image with its partners in `data`; how they were made goes into the step's secrets."""
+    """Each image combined with its partners in `data`; coefficients and partners become secrets of the step."""
     others = step.protected(data[partners[:, 1:].flatten()])
     images = torch.cat([batch.x[:, None], others.x.view(len(batch), -1, *batch.x.shape[1:])], dim=1)
-    labels = torch.cat(
-        [soft(batch.y, step)[:, None], soft(others.y, step).view(len(batch), -1, step.task.num_outputs)], dim=1
-    )
-    remember(step, "mixing", mixing)
-    remember(step, "partners", partners)
-    remember(step, "component", images[torch.arange(len(batch)), mixing.argmax(dim=1)])
+    classes = step.task.num_outputs
+    labels = torch.cat([soft(batch.y, classes)[:, None], soft(others.y, classes).view(len(batch), -1, classes)], dim=1)
+    step.remember(mixing=mixing, partners=partners, component=images[torch.arange(len(batch)), mixing.argmax(dim=1)])
     return Batch(torch.einsum("nk,nkchw->nchw", mixing, images), torch.einsum("nk,nkc->nc", mixing, labels))
 
 
-def soft(labels: Tensor, step: Step) -> Tensor:
-    """Class numbers as rows of ones and zeros; labels that are soft already stay."""
-    return labels if labels.is_floating_point() else F.one_hot(labels, step.task.num_outputs).float()
-
-
-def remember(step: Step, name: str, rows: Tensor) -> None:
-    """Add rows to a secret: a round of several local steps has those of all of them, in their order."""
-    step.secrets[name] = torch.cat([step.secrets[name], rows]) if name in step.secrets else rows
+def soft(labels: Tensor, classes: int) -> Tensor:
+    """Class numbers as rows of ones and zeros (n × classes); soft labels stay."""
+    return labels if labels.is_floating_point() else F.one_hot(labels, classes).float()

@@ -1,26 +1,10 @@
-"""GradDefense (Wang et al., INFOCOM 2022): noise on random slices of the gradient, cut by how sensitive each layer is.
-
-1. A layer's sensitivity is the mean over a small root set of ‖∂(Σ ∇_θ_l L)/∂x‖_F: how far its gradient follows the
-   image.
-2. The flattened gradient, each layer's sensitivity spread evenly over its entries, is cut into `slices` of equal
-   cumulative sensitivity.
-3. At every step `noised` slices, drawn at random, get Gaussian noise. With `clip`, each image's part of these slices is
-   first scaled down to a norm of at most `std`.
-
-The root set is public data, or the client's own where there is none: it only moves the cuts. The public code measures
-the sensitivity where it is used; here once, on the client's first weights, or with `refresh` at every step. Its early
-demonstrations add noise of 0.1, the later ones of 5e-4 (the default). Its denoising is left out: it is the server's
-work on the aggregate (dropping the principal components that look like noise) and hides nothing.
-
-Note that under softmax the gradients of a classifier's rows add up to zero, so that its own sensitivity is zero and the
-whole of it lies in the last slice, as in the public code.
-"""
+"""GradDefense: noise on random slices of the gradient, cut by the sensitivity of each layer."""
 
 from __future__ import annotations
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
@@ -33,18 +17,45 @@ from gradveil.defenses.registry import defense
 @defense("graddefense", counters=["noise-likelihood"], random=True)
 @settings
 class GradDefense(Defense):
-    """Gaussian noise on `noised` of `slices` slices of equal sensitivity."""
+    """Add Gaussian noise to random slices of the gradient, which have equal sensitivity.
+
+    Wang et al., INFOCOM 2022.
+
+    1. The sensitivity of a layer is the mean over a small root set of ‖∂(Σ ∇_θ_l L)/∂x‖_F: how strongly its gradient
+       depends on the image.
+    2. The flattened gradient is cut into slices of equal cumulative sensitivity; the sensitivity of a layer is spread
+       evenly over its entries.
+    3. At every step randomly drawn slices get noise. With `clip`, the part of each image in these slices is first
+       scaled down to a norm of at most `std`.
+
+    The root set is public data, or the client's data where there is none: it only moves the cuts. The public code
+    measures the sensitivity at every step; here it is measured once, at the first weights of the client, unless
+    `refresh` is set. The denoising of the paper is left out: the server removes principal components of the aggregate
+    that look like noise, which hides nothing. Under softmax the gradients of the rows of a classifier sum to zero, so
+    its sensitivity is zero and all of it lies in the last slice, as in the public code.
+
+    Args:
+        slices: number of slices.
+        noised: number of slices that get noise.
+        std: of the noise. Early demonstrations of the code: 0.1; later ones: 5e-4.
+        clip: whether to clip the part of each image.
+        root: number of images in the root set.
+        refresh: measure the sensitivity at every step.
+
+    Example:
+        >>> gv.protect(model, "graddefense:noised=10,std=0.1", data=(x, y))
+    """
 
     slices: int = Field(default=10, ge=1)
     noised: int = Field(default=5, ge=0)
     std: float = Field(default=5e-4, ge=0)
     clip: bool = False
-    root: int = Field(default=50, ge=1)  # images of the root set
-    refresh: bool = False  # measure the sensitivity anew at every step
+    root: int = Field(default=50, ge=1)
+    refresh: bool = False
 
     def __post_init__(self) -> None:
         if self.noised > self.slices:
-            raise UserError(f"graddefense: noised={self.noised} is more than there are (slices={self.slices}).")
+            raise UserError(f"graddefense: noised={self.noised} is more than slices={self.slices}.")
 
     def added_noise(self, examples: int) -> Noise:
         return Noise(self.std)  # on the slices that were drawn, which an adversary does not know
@@ -71,9 +82,8 @@ class GradDefense(Defense):
         return {name: part.view_as(g).to(g) for part, (name, g) in zip(split, tensors.items(), strict=True)}
 
     def _clip(self, flat: Tensor, parts: list[slice], step: Step) -> None:
-        """Put in the chosen slices the mean over images of what each contributes, scaled to a norm of at most `std`."""
-        coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in step.model.module.modules())
-        if coupled and step.model.mode == "train":
+        """Replace these slices by the mean over images of the part of each image, scaled to a norm of at most `std`."""
+        if step.model.couples_images:
             raise UserError("graddefense:clip=true needs one image at a time; BatchNorm in training mode couples them.")
         for part in parts:
             flat[part] = 0
@@ -84,7 +94,7 @@ class GradDefense(Defense):
                 flat[part] += one[part] * (self.std / one[part].norm().clamp_min(1e-12)).clamp_max(1) / len(step.batch)
 
     def cuts(self, step: Step, root: Batch) -> Tensor:
-        """Where the slices of the flattened gradient begin, and where the last one ends."""
+        """Where the slices of the flattened gradient begin, and where the last slice ends (slices + 1 numbers)."""
         noise = step.model.draw_noise(len(root), step.rng)
         size = sensitivity(step.model, step.state, step.task.normalize(root.x), root.y, noise)
         counts = torch.tensor([p.numel() for p in step.model.parameters(step.state).values()])
@@ -94,10 +104,10 @@ class GradDefense(Defense):
 
 
 def sensitivity(model: ModelFunction, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
-    """For each trained tensor: the mean over images of the norm of ∂(sum of its gradient)/∂image."""
+    """Per trained tensor: the mean over images of the norm of ∂(sum of its gradient)/∂image."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        own = {k: v[None] for k, v in (noise or {}).items()}
-        found = model.gradients(state, x[None], y[None], own, route="loop")
-        backs = [torch.autograd.grad(g.sum(), x, retain_graph=True)[0] for g in found.values()]
-    return torch.stack([back.flatten(1).norm(dim=1).mean() for back in backs])
+        noise = {k: v[None] for k, v in (noise or {}).items()}
+        gradients = model.gradients(state, x[None], y[None], noise, route="loop")
+        slopes = [torch.autograd.grad(g.sum(), x, retain_graph=True)[0] for g in gradients.values()]
+    return torch.stack([slope.flatten(1).norm(dim=1).mean() for slope in slopes])

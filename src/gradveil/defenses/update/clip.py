@@ -1,4 +1,4 @@
-"""Clipping: scale the whole update down to a bounded norm. Half of DP-SGD, and of what many servers ask for anyway."""
+"""Clipping: scale the whole update down to a bounded norm. It is one half of DP-SGD, and many servers require it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from gradveil.defenses.registry import defense
 @defense("clip", counters=["clip-aware"])
 @settings
 class Clip(Defense):
-    """Scale the update so that its L2 norm over all tensors is at most `norm`."""
+    """Scale the update so that its L2 norm over all tensors is at most `norm`.
+
+    Args:
+        norm: the bound.
+
+    Example:
+        >>> gv.protect(model, "clip:norm=0.5", data=(x, y))
+    """
 
     norm: float = Field(default=1.0, gt=0)
 

@@ -1,7 +1,6 @@
 """Additive noise on every entry of the update, the oldest baseline.
 
-The published comparisons (DLG, ATS, DCS2, PRECODE) add it without clipping, so it carries no privacy guarantee of its
-own. `std` and `scale` are the standard deviation and the Laplace scale, whatever a paper calls them.
+The published comparisons (DLG, ATS, DCS2, PRECODE) add it without clipping, so it gives no privacy guarantee.
 """
 
 from __future__ import annotations
@@ -21,9 +20,16 @@ from gradveil.defenses.registry import defense
 @defense("gaussian", counters=["noise-likelihood"], random=True)
 @settings
 class Gaussian(Defense):
-    """Add N(0, std²) to every entry."""
+    """Add N(0, std²) to every entry.
 
-    std: float = Field(default=1e-2, ge=0)  # PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST
+    Args:
+        std: standard deviation. PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST.
+
+    Example:
+        >>> gv.protect(model, "gaussian:std=1e-3", data=(x, y))
+    """
+
+    std: float = Field(default=1e-2, ge=0)
 
     def added_noise(self, examples: int) -> Noise:
         return Noise(self.std)
@@ -35,9 +41,16 @@ class Gaussian(Defense):
 @defense("laplace", counters=["noise-likelihood"], random=True)
 @settings
 class Laplace(Defense):
-    """Add Laplace(0, scale) to every entry."""
+    """Add Laplace(0, scale) to every entry.
 
-    scale: float = Field(default=1e-2, ge=0)  # ATS: 1e-3 and 1e-2
+    Args:
+        scale: the Laplace scale b; the standard deviation is √2·b. ATS: 1e-3 and 1e-2.
+
+    Example:
+        >>> gv.protect(model, "laplace:scale=1e-3", data=(x, y))
+    """
+
+    scale: float = Field(default=1e-2, ge=0)
 
     def added_noise(self, examples: int) -> Noise:
         return Noise(self.scale * math.sqrt(2), "laplace")

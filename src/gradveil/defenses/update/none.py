@@ -1,4 +1,4 @@
-"""No defense: the update leaves as it is. The control every other row is compared with."""
+"""No defense: the control that every other defense is compared with."""
 
 from __future__ import annotations
 
@@ -10,4 +10,8 @@ from gradveil.defenses.registry import defense
 @defense("none")
 @settings
 class NoDefense(Defense):
-    """Send the update unchanged."""
+    """Send the update unchanged.
+
+    Example:
+        >>> gv.protect(model, "none", data=(x, y))
+    """

@@ -1,8 +1,4 @@
-"""Gradient pruning: send only the largest entries.
-
-Zhu et al. 2019 (DLG) suggest it against leakage; Lin et al. 2017 use it to save traffic. All published code prunes every
-tensor by itself, biases and norms included, so that is the default here.
-"""
+"""Gradient pruning: send only the largest entries."""
 
 from __future__ import annotations
 
@@ -21,9 +17,20 @@ from gradveil.defenses.registry import defense
 @defense("prune", counters=["prune-mask"])
 @settings
 class Prune(Defense):
-    """Zero the smallest `ratio` of the entries; at least one entry of every tensor stays."""
+    """Set the smallest entries to zero; at least one entry of every tensor stays.
 
-    ratio: float = Field(default=0.9, ge=0, lt=1)  # LODA Table 1: 0.9 and 0.99
+    Zhu et al. 2019 (DLG) propose it against leakage; Lin et al. 2017 use it to save traffic. All published code prunes
+    every tensor separately, biases and norms included, so this is the default.
+
+    Args:
+        ratio: share of entries that become zero. LODA Table 1: 0.9 and 0.99.
+        scope: `tensor` ranks the entries of each tensor separately, `global` those of all tensors together.
+
+    Example:
+        >>> gv.protect(model, "prune:ratio=0.99", data=(x, y))
+    """
+
+    ratio: float = Field(default=0.9, ge=0, lt=1)
     scope: Literal["tensor", "global"] = "tensor"
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
@@ -34,6 +41,6 @@ class Prune(Defense):
 
 
 def _cut(sizes: Tensor, ratio: float) -> Tensor:
-    """The size at and above which entries stay."""
+    """The smallest absolute value that stays."""
     dropped = min(int(ratio * sizes.numel()), sizes.numel() - 1)
     return sizes.kthvalue(dropped + 1).values

@@ -1,4 +1,4 @@
-"""Quantisation: send fewer bits per entry, as many federations do to save traffic."""
+"""Quantization: send fewer bits per entry, as many federations do to save traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ def _bits(value: object) -> object:
 @defense("quantize")
 @settings
 class Quantize(Defense):
-    """8 bits: 255 even levels a tensor, scaled to its largest entry. 16 bits: half-precision floats."""
+    """Round every entry to 8 or 16 bits.
+
+    Args:
+        bits: 8 (or `int8`): 255 even levels per tensor, scaled to its largest entry; 16 (or `fp16`): half precision.
+
+    Example:
+        >>> gv.protect(model, "quantize:bits=16", data=(x, y))
+    """
 
     bits: Annotated[Literal[8, 16], BeforeValidator(_bits)] = 8
 

@@ -1,1 +1,1 @@
-"""Refiner: noise-like images whose gradient serves the training."""
+"""Refiner: noise-like images whose gradient is useful for the training."""

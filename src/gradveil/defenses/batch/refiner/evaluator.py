@@ -1,8 +1,8 @@
-"""Refiner's evaluation network: how much an image looks like uniform noise, from 0 (a picture) to 1 (noise).
+"""The evaluation network of Refiner: how much an image looks like uniform noise, from 0 (image) to 1 (noise).
 
 The paper trains it for 20 epochs on mixtures of an image and noise, with the share of noise as the target and a
-gradient penalty, and says no more. Its examples alone teach brightness: on dark images white scores as noise. So half
-of the images are shown with other brightness and contrast, negatives and nearly flat ones too, as pictures still.
+gradient penalty, and gives no details. From such examples it learns brightness only: on dark data a white image scores
+as noise. So half of the images get other brightness and contrast, down to negatives and nearly flat images.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Tensors
 from gradveil.defenses.base import Setup
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
-IMAGES = 5_000  # at most; a device's share in the paper
+IMAGES = 5_000  # at most; the number of images per device in the paper
 BATCH = 64
 LR = 5e-3
 PENALTY = 0.01
-VERSION = "1"  # of all this, in the names of stored evaluators
+VERSION = "1"  # of this file, in the names of stored evaluators
 
 
 class Evaluator(nn.Module):
-    """Two convolutions and a linear layer; smooth, since it is there to be differentiated.
+    """Two convolutions and a linear layer, n × C × H × W → n; smooth, because it is differentiated.
 
-    Pixels come in units of the noise's mean and deviation: texture is hardly learned without.
+    Pixels are normalised by mean and standard deviation of the noise; without this it hardly learns texture.
     """
 
     def __init__(self, channels: int):
@@ -50,11 +50,10 @@ class Evaluator(nn.Module):
 
 
 def evaluator_for(setup: Setup, epochs: int) -> Evaluator:
-    """Trained on the client's own images; taken from the cache where the same was trained before."""
+    """An evaluator trained on the images of the client; read from the cache if it was trained before."""
     images = setup.private.x[:IMAGES]
     file = setup.cache / f"refiner-{_key(images, epochs, setup.seed)}.safetensors" if setup.cache else None
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator(setup.seed, "refiner-weights").initial_seed())
+    with seeded(setup.seed, "refiner-weights"):
         evaluator = Evaluator(images.shape[1])
     trained = trained_once(file, lambda partial: _train(evaluator, images, epochs, setup, partial))
     evaluator.load_state_dict(trained)
@@ -67,16 +66,16 @@ def _train(evaluator: Evaluator, images: Tensor, epochs: int, setup: Setup, chec
     steps = shuffled.steps(epochs)
     for step in resumable(steps, checkpoint, (evaluator, optimizer, shuffled, rng)):
         rows = shuffled.draw()
-        picture = relight(images[rows], rng)
-        noise = torch.rand(picture.shape, generator=rng)
+        image = relight(images[rows], rng)
+        noise = torch.rand(image.shape, generator=rng)
         share = torch.rand(len(rows), generator=rng)
-        mixed = torch.lerp(picture, noise, share.view(-1, 1, 1, 1)).requires_grad_()
+        mixed = torch.lerp(image, noise, share.view(-1, 1, 1, 1)).requires_grad_()
         with torch.enable_grad():
-            found = evaluator(mixed)
-            (slope,) = torch.autograd.grad(found.sum(), mixed, create_graph=True)
-            # Lipschitz in units of the way from image to noise: per pixel the slope is far below 1 anyway.
-            steep = slope.flatten(1).norm(dim=1) * (noise - picture).flatten(1).norm(dim=1)
-            loss = F.mse_loss(found, share) + PENALTY * F.relu(steep - 1).square().mean()
+            score = evaluator(mixed)
+            (slope,) = torch.autograd.grad(score.sum(), mixed, create_graph=True)
+            # Lipschitz in units of the distance from image to noise; per pixel the slope is far below 1.
+            steep = slope.flatten(1).norm(dim=1) * (noise - image).flatten(1).norm(dim=1)
+            loss = F.mse_loss(score, share) + PENALTY * F.relu(steep - 1).square().mean()
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
@@ -86,10 +85,10 @@ def _train(evaluator: Evaluator, images: Tensor, epochs: int, setup: Setup, chec
 
 
 def relight(images: Tensor, rng: torch.Generator) -> Tensor:
-    """Half of the images as they are, half with a contrast between −1 and 1, often small, and a brightness to fit."""
-    kept, size, sign, place = torch.rand(4, len(images), 1, 1, 1, generator=rng)
+    """Half of the images unchanged, half with a contrast between −1 and 1, often small, and a brightness that fits."""
+    kept, size, sign, position = torch.rand(4, len(images), 1, 1, 1, generator=rng)
     contrast = (2 * sign - 1) * size
-    darkest = place * (1 - contrast.abs()) + (-contrast).clamp_min(0)
+    darkest = position * (1 - contrast.abs()) + (-contrast).clamp_min(0)
     return torch.where(kept < 0.5, images, darkest + contrast * images)
 
 

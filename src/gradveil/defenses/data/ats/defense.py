@@ -1,11 +1,4 @@
-"""ATS: train on transformed images only (Gao et al. 2021, "Privacy-preserving Collaborative Learning with Automatic
-Transformation Search").
-
-A policy is up to three functions of a library of fifty, written by their indices: `3-1-7`. Joined by `+`, policies make
-a hybrid: every image draws one of them. `gradveil search` finds policies for a data set and saves them; the default is
-the one published for CIFAR-100 on ResNet20. The authors crop and flip first, in training and under attack, and so does
-this. Their images are drawn anew in every epoch; here the data stage acts once, as the paper allows.
-"""
+"""ATS, automatic transformation search: train on transformed images only."""
 
 from __future__ import annotations
 
@@ -28,7 +21,7 @@ from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
 from gradveil.defenses.registry import defense
 
 Policy = tuple[int, ...]
-LONGEST = 3  # functions a policy at most
+LONGEST = 3  # functions in a policy at most
 
 _POLICIES = re.compile(r"\d+(-\d+)*(\+\d+(-\d+)*)*")
 
@@ -36,18 +29,35 @@ _POLICIES = re.compile(r"\d+(-\d+)*(\+\d+(-\d+)*)*")
 @defense("ats", counters=["ats-early", "ats-policy"], random=True)
 @settings
 class ATS(Defense):
-    """Replace every image by a transformed one, by a policy that was searched to make its gradient hard to invert."""
+    """Replace every image by a transformed one, with a policy that was searched to make its gradient hard to invert.
 
-    policy: str = "3-1-7+43-18-18"  # indices, `random` (the paper's baseline), or the JSON file of a search
-    seed: int = Field(default=0, ge=0)  # of the policy that `random` draws; the paper averages ten of them
-    crop: int = Field(default=4, ge=0)  # pixels of padding before the random crop
+    Gao et al. 2021. A policy is up to three functions of a library of fifty, written by their indices: `3-1-7`. Policies
+    joined by `+` make a hybrid: every image draws one of them. `gradveil search` searches policies for a data set. The
+    default is the policy published for CIFAR-100 on ResNet20. The authors crop and flip first, in training and under
+    attack, and so does this. They draw anew in every epoch; here the data stage runs once, as the paper allows.
+
+    Secrets: `ats.policy`, `ats.signs`, `ats.crop` and `ats.flip`, the draws for each image (see `Draw`).
+
+    Args:
+        policy: indices, `random` (the baseline of the paper), or the JSON file of a search.
+        seed: of the policy that `random` draws; the paper averages over ten of them.
+        crop: pixels of padding before the random crop. The authors: 4.
+        flip: mirror half of the images.
+
+    Example:
+        >>> gv.protect(model, "ats:policy=21-13-3+7-4-15", data=(x, y))
+    """
+
+    policy: str = "3-1-7+43-18-18"
+    seed: int = Field(default=0, ge=0)
+    crop: int = Field(default=4, ge=0)
     flip: bool = True
 
     def __post_init__(self) -> None:
-        self.policies()  # a policy that cannot be read is told before any work begins
+        self.policies()  # report a policy that cannot be read before any work
 
     def policies(self) -> tuple[Policy, ...]:
-        """What an image may draw."""
+        """The policies of which every image draws one."""
         if self.policy == "random":
             return (random_policy(generator(self.seed, "ats-random")),)
         if self.policy.endswith(".json"):
@@ -62,12 +72,12 @@ class ATS(Defense):
 
 @dataclass(frozen=True)
 class Draw:
-    """What is drawn for each of n images, and never sent."""
+    """The random draws for each of n images, which are never sent."""
 
-    policy: Tensor  # n: which of the policies
-    signs: Tensor  # n × functions, ±1: the direction of each
-    crop: Tensor  # n × 2: where the crop begins, in the padded image
-    flip: Tensor  # n: whether mirrored
+    policy: Tensor  # n: number of the policy
+    signs: Tensor  # n × functions, ±1: the direction of each function
+    crop: Tensor  # n × 2: row and column of the padded image where the crop begins
+    flip: Tensor  # n: whether the image is mirrored
 
     @staticmethod
     def make(images: int, policies: tuple[Policy, ...], crop: int, flip: bool, rng: torch.Generator) -> Draw:
@@ -84,7 +94,7 @@ class Draw:
 
 
 def transform(images: Tensor, policies: tuple[Policy, ...], draw: Draw, crop: int) -> Tensor:
-    """Crop, flip, then the policy that each image drew."""
+    """Crop, flip, then apply the policy that each image drew."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop, crop, crop, crop))
     rows = draw.crop[:, :1] + torch.arange(height)
@@ -93,9 +103,9 @@ def transform(images: Tensor, policies: tuple[Policy, ...], draw: Draw, crop: in
     each = torch.arange(len(images))
     cropped = padded[each[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
     result = torch.empty_like(images)
-    for which, policy in enumerate(policies):
-        own = draw.policy == which
-        result[own] = apply(cropped[own], policy, draw.signs[own])
+    for number, policy in enumerate(policies):
+        rows = draw.policy == number
+        result[rows] = apply(cropped[rows], policy, draw.signs[rows])
     return result
 
 
@@ -125,7 +135,7 @@ def write_policy(policies: tuple[Policy, ...]) -> str:
 
 
 def random_policy(rng: torch.Generator) -> Policy:
-    """As the authors' search draws them: three places, each one of the fifty functions or empty, not all empty."""
+    """As the search of the authors draws it: three positions, each with one of fifty functions or empty, not all empty."""
     while True:
         drawn = torch.randint(-1, len(FUNCTIONS), (LONGEST,), generator=rng).tolist()
         if policy := tuple(index for index in drawn if index >= 0):
@@ -133,13 +143,13 @@ def random_policy(rng: torch.Generator) -> Policy:
 
 
 def read_policy(path: Path) -> str:
-    """The policy that a search saved."""
+    """The policy in a file that a search has written."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the ATS policy {path}: {error.strerror}.") from None
     except ValueError:
         raise UserError(f"{path} is not JSON; `gradveil search` writes a policy file.") from None
-    if not isinstance(found, dict) or not isinstance(found.get("policy"), str):
+    if not isinstance(content, dict) or not isinstance(content.get("policy"), str):
         raise UserError(f"{path} holds no 'policy'; `gradveil search` writes a policy file.")
-    return str(found["policy"])
+    return str(content["policy"])

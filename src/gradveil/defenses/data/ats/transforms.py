@@ -1,15 +1,15 @@
-"""The fifty image functions that ATS composes its policies of, for a whole batch at once.
+"""The fifty image functions of which ATS policies consist, for a whole batch at once.
 
-They are AutoAugment's operations as the ATS authors' library lists them: an index, an operation, a level from 0 to 9 in
-the operation's range. Definitions are Pillow's, on 8-bit levels, down to its rounding; a grey image behaves as its RGB
-copy does.
-The library's probabilities are never used, so neither are they here: every function of a policy is applied.
+They are operations of AutoAugment as the library of the ATS authors lists them: an index, an operation, and a level from
+0 to 9 in the range of the operation. The definitions are those of Pillow, on 8-bit levels, including its rounding; a grey
+image gives the same as its RGB copy. The library has probabilities, which it never uses: every function is applied.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ RANGES = {  # the values of levels 0 and 9; AutoAugment has 0.9 where ATS has 0.
     "solarize": (256.0, 0.0),
     **dict.fromkeys(("color", "contrast", "sharpness", "brightness"), (0.0, 0.5)),
 }
-GREY_FILL = 128.0  # what rotation uncovers; the other movements uncover black
+GREY_FILL = 128.0  # fills the border after a rotation; other movements fill with black
 
 
 class Function(NamedTuple):
@@ -58,9 +58,9 @@ FUNCTIONS: tuple[Function, ...] = tuple(_entry(text) for text in LIBRARY.split()
 
 
 def apply(images: Tensor, policy: Sequence[int], signs: Tensor) -> Tensor:
-    """The policy's functions, in order, on images in [0, 1]. `signs` (n × functions, ±1) are the directions drawn."""
+    """Apply a policy to images n × C × H × W in [0, 1]. `signs` (n × functions, ±1) are the directions of the functions."""
     if images.shape[1] not in (1, 3):
-        raise UserError(f"the functions of ATS are for grey or RGB images, not for {images.shape[1]} channels.")
+        raise UserError(f"the functions of ATS need grey or RGB images, not {images.shape[1]} channels.")
     levels = (images * 255).round().clamp(0, 255)
     for place, index in enumerate(policy):
         operation, magnitude = FUNCTIONS[index]
@@ -72,7 +72,7 @@ def apply(images: Tensor, policy: Sequence[int], signs: Tensor) -> Tensor:
 
 
 def _blend(dull: Tensor, levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
-    """Pillow's enhancers: away from a dull version of the image (factor 1 + m) or towards it (1 − m)."""
+    """The enhancers of Pillow: away from a dull version of the image (factor 1 + m) or towards it (1 − m)."""
     factor = (1 + magnitude * sign.double()).float().view(-1, 1, 1, 1)
     return (dull + factor * (levels - dull)).clamp(0, 255).floor()
 
@@ -102,7 +102,7 @@ def _sharpness(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
     channels = levels.shape[1]
     kernel = torch.ones(channels, 1, 3, 3)
     kernel[:, :, 1, 1] = 5
-    smooth = levels.clone()  # the outermost pixels have no neighbourhood and stay
+    smooth = levels.clone()  # the outermost pixels stay unchanged
     smooth[:, :, 1:-1, 1:-1] = (F.conv2d(levels, kernel, groups=channels) / 13 + 0.5).floor()
     return _blend(smooth, levels, magnitude, sign)
 
@@ -168,20 +168,18 @@ def _grid(levels: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def _translate_x(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
+def _translate(levels: Tensor, magnitude: float, sign: Tensor, *, axis: int) -> Tensor:
     rows, columns = _grid(levels)
-    size = levels.shape[3]
-    return _either_way(levels, sign, lambda x, s: _pick(x, rows, columns + math.floor(s * magnitude * size + 0.5), 0.0))
 
+    def move(x: Tensor, direction: float) -> Tensor:
+        shift = math.floor(direction * magnitude * levels.shape[axis] + 0.5)
+        return _pick(x, rows + shift, columns, 0.0) if axis == 2 else _pick(x, rows, columns + shift, 0.0)
 
-def _translate_y(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
-    rows, columns = _grid(levels)
-    size = levels.shape[2]
-    return _either_way(levels, sign, lambda x, s: _pick(x, rows + math.floor(s * magnitude * size + 0.5), columns, 0.0))
+    return _either_way(levels, sign, move)
 
 
 def _rotate(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
-    """Anticlockwise, always the same way, in the 16.16 fixed point of Pillow's nearest-pixel transform."""
+    """Always anticlockwise, in the 16.16 fixed point of the nearest-pixel transform of Pillow."""
     height, width = levels.shape[2:]
     cos, sin = math.cos(math.radians(magnitude)), math.sin(math.radians(magnitude))
     left = width / 2 - cos * width / 2 + sin * height / 2
@@ -197,12 +195,12 @@ def _rotate(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
 
 
 def _shear_y(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
-    """Columns slide up or down, bicubic (a = −1) between rows."""
+    """Columns move up or down, bicubic (a = −1) between rows."""
     height = levels.shape[2]
     rows, columns = _grid(levels)
 
     def shear(x: Tensor, direction: float) -> Tensor:
-        y = direction * magnitude * (columns + 0.5).double() + (rows + 0.5)  # the source row of a pixel's middle
+        y = direction * magnitude * (columns + 0.5).double() + (rows + 0.5)  # the source row of the centre of a pixel
         first = (y - 0.5).floor()
         d = y - 0.5 - first
         taps = [(first.long() + k).clamp(0, height - 1) for k in (-1, 0, 1, 2)]
@@ -218,8 +216,8 @@ _OPERATIONS: dict[str, Callable[[Tensor, float, Tensor], Tensor]] = {
     "invert": _invert,
     "contrast": _contrast,
     "rotate": _rotate,
-    "translateX": _translate_x,
-    "translateY": _translate_y,
+    "translateX": partial(_translate, axis=3),
+    "translateY": partial(_translate, axis=2),
     "sharpness": _sharpness,
     "shearY": _shear_y,
     "autocontrast": _autocontrast,

@@ -1,18 +1,10 @@
-"""LODA, learning to obscure data (Wan et al. 2022): train on images that a network takes for yours and people do not.
-
-Each private image x* is replaced, once, by the x' that minimises ‖g(x') − g(x*)‖² − c ‖x' − x*‖² in [0, 1]: near to
-it in the features g of a public network, far from it in pixels. x' starts as a random public image and takes 500 steps
-of gradient descent of length 0.1. Sums run over all values of all chosen layers. Labels stay.
-
-The larger c, the nearer x' comes to the negative of x*, which is far in pixels and hides nothing: look at |correlation|
-and identification, not at PSNR alone.
-"""
+"""LODA, learning to obscure data: train on images that look alike to a network and different to people."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,18 +21,18 @@ from gradveil.defenses.base import Defense, Setup, Step
 from gradveil.defenses.data.loda.extractors import Extractor, extractor
 from gradveil.defenses.registry import defense
 
-BATCH = 128  # images obscured together; each takes its own steps, so this changes rounding only
-PAIRS = 256  # of public images, to measure the extractor's scale
+BATCH = 128  # images obscured together; they do not interact, so this changes rounding only
+PAIRS = 256  # of public images, to measure the scale of the extractor
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What obscuring needs, and what an adversary who knows the public images can have too."""
+    """What the method needs. An adversary who knows the public images can compute it too."""
 
     extractor: Extractor
     layers: tuple[str, ...]
-    c: float  # weight of the squared pixel distance beside the summed squared feature distances
-    public: Tensor | None  # where starts are drawn from; None: uniform noise
+    c: float  # weight of the squared pixel distance against the summed squared feature distances
+    public: Tensor | None  # images to start from; None: uniform noise
 
     def features(self, x: Tensor) -> list[Tensor]:
         return self.extractor(x, self.layers)
@@ -54,21 +46,38 @@ class Memory:
 @defense("loda", counters=["loda-stationarity"], random=True)
 @settings
 class Loda(Defense):
-    """Replace each image by one of like features and unlike pixels.
+    """Replace each image by one with similar features and different pixels; labels stay.
 
-    Variants choose the layers. The paper's extractor, ResNet18, has 20 convolutions: loda1 takes the first five, loda2
-    all, loda3 the last five and the linear part; here the first quarter, all, the last quarter with what follows.
-    Secret: `start`, the image each obscured one began as.
+    Wan et al. 2022. Each private image x* is replaced, once, by the x' in [0, 1] that minimises
+    ‖g(x') − g(x*)‖² − c ‖x' − x*‖²: near to it in the features g of a public network, far from it in pixels. x' starts
+    as a random public image and takes steps of gradient descent of fixed length. Sums run over all values of all chosen
+    layers. The larger c, the nearer x' comes to the negative of x*, which is far in pixels and hides nothing: see
+    |correlation| and identification, not PSNR alone. Secrets: `start`, the start of each image.
+
+    Args:
+        variant: chooses the layers. In the paper the extractor is ResNet18 with 20 convolutions: loda1 takes the first
+            five, loda2 all, loda3 the last five and the linear part. Here: the first quarter, all, the last quarter
+            with all later layers. loda3 hides best for its accuracy (benchmarks/loda_tradeoff.py).
+        layers: names of layers instead of a variant: `conv2/conv4/pooled`.
+        c: weight of the pixel distance. The paper: 20, 30 and 1 (absolute) for the three variants.
+        relative: whether c is in units of feature over pixel distance between public images; else absolute.
+        extractor: the public network; `auto` trains one on public images if they have classes, else takes AlexNet.
+        steps: of gradient descent. The paper: 500.
+        lr: length of a step. The paper: 0.1.
+        round: to 8 bits, as images are stored.
+
+    Example:
+        >>> gv.protect(model, "loda:variant=loda2,steps=20", data=(x, y), public=(x_public, y_public))
     """
 
-    variant: Literal["loda1", "loda2", "loda3"] = "loda3"  # hides best for its accuracy (benchmarks/loda_tradeoff.py)
-    layers: tuple[str, ...] = ()  # by name instead: conv2/conv4/pooled
-    c: float = Field(default=0.03, ge=0)  # absolute in the paper: 20, 30 and 1 for the three variants
-    relative: bool = True  # c in units of feature over pixel distance between public images; false: absolute
+    variant: Literal["loda1", "loda2", "loda3"] = "loda3"
+    layers: tuple[str, ...] = ()
+    c: float = Field(default=0.03, ge=0)
+    relative: bool = True
     extractor: Literal["auto", "trained", "alexnet", "vgg16"] = "auto"
     steps: int = Field(default=500, ge=1)
-    lr: float = Field(default=0.1, gt=0)  # length of a step
-    round: bool = True  # to 8 bits, as images are stored
+    lr: float = Field(default=0.1, gt=0)
+    round: bool = True
 
     def equip(
         self,
@@ -77,16 +86,16 @@ class Loda(Defense):
         cache: Path | None = None,
         progress: Progress | None = None,
     ) -> Memory:
-        """Extractor, layers and c as they follow from the public images alone."""
+        """Extractor, layers and c, computed from the public images alone."""
         if public is not None and not len(public):
             public = None
-        found = extractor(self.extractor, public, cache, progress)
-        layers = self.layers or _quarters(found)[self.variant]
+        network = extractor(self.extractor, public, cache, progress)
+        layers = self.layers or _variants(network)[self.variant]
         for name in layers:
-            if name not in found.layers:
-                raise unknown("layer", name, found.layers, hint=f"The extractor has {', '.join(found.layers)}.")
-        memory = Memory(found, tuple(layers), self.c, None if public is None else public.x)
-        return Memory(found, memory.layers, self.c * _scale(memory, shape), memory.public) if self.relative else memory
+            if name not in network.layers:
+                raise unknown("layer", name, network.layers, hint=f"The extractor has {', '.join(network.layers)}.")
+        memory = Memory(network, tuple(layers), self.c, None if public is None else public.x)
+        return replace(memory, c=self.c * _scale(memory, shape)) if self.relative else memory
 
     def prepare(self, setup: Setup) -> Memory:
         memory = self.equip(setup.public, setup.private.x.shape[1:], setup.cache, setup.progress)
@@ -105,33 +114,34 @@ class Loda(Defense):
         """Algorithm 1 of the paper."""
         with torch.no_grad():
             target = memory.features(x)
-        found = start.clone()
+        obscured = start.clone()
         for _ in range(self.steps):
             with torch.enable_grad():
-                found.requires_grad_()
-                near = sum((a - b).square().sum() for a, b in zip(memory.features(found), target, strict=True))
-                (gradient,) = torch.autograd.grad(near - memory.c * (found - x).square().sum(), found)
+                obscured.requires_grad_()
+                features = _distance(memory.features(obscured), target)
+                (gradient,) = torch.autograd.grad(features - memory.c * (obscured - x).square().sum(), obscured)
             size = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
-            found = (found.detach() - self.lr * gradient / (size + 1e-8)).clamp(0, 1)
-        return found
+            obscured = (obscured.detach() - self.lr * gradient / (size + 1e-8)).clamp(0, 1)
+        return obscured
 
 
-def _quarters(found: Extractor) -> dict[str, tuple[str, ...]]:
+def _variants(network: Extractor) -> dict[str, tuple[str, ...]]:
     """The layers of each variant."""
-    convolutions = found.convolutions
+    convolutions = network.convolutions
     quarter = max(1, round(len(convolutions) / 4))
-    behind = found.layers[len(convolutions) :]
-    return {
-        "loda1": convolutions[:quarter],
-        "loda2": convolutions,
-        "loda3": (*convolutions[-quarter:], *behind),
-    }
+    later = network.layers[len(convolutions) :]
+    return {"loda1": convolutions[:quarter], "loda2": convolutions, "loda3": (*convolutions[-quarter:], *later)}
+
+
+def _distance(features: list[Tensor], others: list[Tensor]) -> Tensor:
+    """The summed squared distances between the features of all layers."""
+    squares = ((a - b).square().sum() for a, b in zip(features, others, strict=True))
+    return sum(squares, torch.zeros(()))
 
 
 @torch.no_grad()
 def _scale(memory: Memory, shape: Sequence[int]) -> float:
-    """Squared feature distance for one unit of squared pixel distance, over pairs of unrelated public images."""
+    """Squared feature distance per unit of squared pixel distance, over pairs of unrelated public images."""
     rng = generator(0, "loda-scale")
     one, other = (memory.starts((PAIRS, *shape), rng) for _ in range(2))
-    near = sum((a - b).square().sum() for a, b in zip(memory.features(one), memory.features(other), strict=True))
-    return float(near / (one - other).square().sum())
+    return float(_distance(memory.features(one), memory.features(other)) / (one - other).square().sum())

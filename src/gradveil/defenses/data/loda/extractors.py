@@ -1,8 +1,8 @@
-"""Feature extractors for LODA: frozen networks that anybody may have, and the layers of theirs whose outputs are kept.
+"""Feature extractors for LODA: frozen networks that anyone may have, as functions to the outputs of their layers.
 
-`trained` is a small convolutional network trained on public images; it is stored under a key of those images, so that
-one set has one extractor, for clients and adversaries alike. `alexnet` and `vgg16` are the ImageNet trunks that LPIPS
-uses, read from `$GRADVEIL_DATA/lpips`.
+`trained` is a small convolutional network trained on public images. It is stored under a key of those images, so that
+clients and adversaries with the same images have the same extractor. `alexnet` and `vgg16` are the ImageNet networks of
+LPIPS, read from `$GRADVEIL_DATA/lpips`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.progress import Progress
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors
-from gradveil.metrics.perceptual import NETWORKS, SCALE, SHIFT, lpips_size
+from gradveil.metrics.perceptual import NETWORKS, imagenet_input, trunk_outputs
+from gradveil.storage.files import read_tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
 ExtractorKind = Literal["trained", "alexnet", "vgg16"]
@@ -32,7 +32,7 @@ ExtractorKind = Literal["trained", "alexnet", "vgg16"]
 # (width, kernel, stride) of each convolution. The first stride keeps obscuring a whole data set affordable.
 CONVOLUTIONS = ((16, 5, 2), (16, 3, 1), (32, 3, 2), (32, 3, 1), (64, 3, 2), (64, 3, 1))
 STEPS, BATCH, RATE, SHIFTED = 400, 64, 0.1, 2  # of its training
-MOST = 5_000  # public images that are trained on
+MAX_IMAGES = 5_000  # public images that it is trained on
 _KEPT: dict[str, Tensors] = {}  # weights trained or read in this process
 
 
@@ -42,14 +42,14 @@ class Extractor:
     layers: tuple[str, ...]
 
     def walk(self, x: Tensor) -> Iterator[Tensor]:
-        """The layers' outputs for pixels in [0, 1], in their order."""
+        """The outputs of all layers for pixels in [0, 1], in order."""
         raise NotImplementedError
 
     def __call__(self, x: Tensor, layers: Sequence[str]) -> list[Tensor]:
-        """The outputs of these layers; what lies behind the last of them is not computed."""
+        """The outputs of these layers; later layers are not computed."""
         last = max(self.layers.index(name) for name in layers)
-        found = dict(zip(self.layers[: last + 1], self.walk(x), strict=False))
-        return [found[name] for name in layers]
+        outputs = dict(zip(self.layers[: last + 1], islice(self.walk(x), last + 1), strict=True))
+        return [outputs[name] for name in layers]
 
     @property
     def convolutions(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Extractor:
 
 
 class Trained(Extractor):
-    """The small network, its batch norms folded into its convolutions."""
+    """The small network, with its batch norms folded into its convolutions."""
 
     layers = (*(f"conv{i + 1}" for i in range(len(CONVOLUTIONS))), "pooled", "logits")
 
@@ -76,7 +76,7 @@ class Trained(Extractor):
 
 
 class Trunk(Extractor):
-    """The convolutions of an ImageNet network, on images enlarged to 64 pixels at least."""
+    """The convolutions of an ImageNet network, on images enlarged to at least 64 pixels."""
 
     def __init__(self, kind: Literal["alexnet", "vgg16"]):
         self.network = NETWORKS["alex" if kind == "alexnet" else "vgg"]
@@ -85,19 +85,9 @@ class Trunk(Extractor):
         self.layers = (*(f"conv{i + 1}" for i in range(count)), "pooled")
 
     def walk(self, x: Tensor) -> Iterator[Tensor]:
-        x = x.expand(-1, 3, -1, -1)
-        if (size := lpips_size(*x.shape[-2:])) != tuple(x.shape[-2:]):
-            x = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
-        x = (2 * x - 1 - SHIFT.to(x)) / SCALE.to(x)
-        for stage in self.network.stages:
-            if stage.pool:
-                x = F.max_pool2d(x, stage.pool, stride=2)
-            for place in stage.convolutions:
-                weight, bias = (self.weights[f"features.{place}.{part}"].to(x) for part in ("weight", "bias"))
-                x = F.conv2d(x, weight, bias, stride=stage.stride, padding=stage.padding)
-                yield x
-                x = x.relu()
-        yield x.mean(dim=(2, 3))
+        for output in trunk_outputs(imagenet_input(x), self.network, self.weights):
+            yield output
+        yield output.relu().mean(dim=(2, 3))
 
 
 def extractor(
@@ -106,14 +96,14 @@ def extractor(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Extractor:
-    """The extractor of a kind. `auto` trains one where public images of two classes or more allow it, else AlexNet."""
+    """The extractor of a kind. `auto` trains one if the public images have two classes or more, else takes AlexNet."""
     trainable = public is not None and len(public.hard_labels.unique()) > 1
     if kind == "auto":
         kind = "trained" if trainable else "alexnet"
         if not trainable and not _trunk_file("alexnet").is_file():
             raise UserError(
-                "loda needs an extractor: give public images of two classes or more, or put LPIPS's ImageNet weights "
-                "into the folder that GRADVEIL_DATA names."
+                "loda needs an extractor: give public images of two classes or more, or put the ImageNet weights of "
+                "LPIPS into the folder that GRADVEIL_DATA names."
             )
     if kind != "trained":
         return Trunk(kind)
@@ -123,28 +113,20 @@ def extractor(
 
 
 def _trunk_file(kind: Literal["alexnet", "vgg16"]) -> Path:
-    return (
-        Path(os.environ.get("GRADVEIL_DATA") or ".") / "lpips" / NETWORKS["alex" if kind == "alexnet" else "vgg"].trunk
-    )
+    name = NETWORKS["alex" if kind == "alexnet" else "vgg"].trunk
+    return Path(os.environ.get("GRADVEIL_DATA") or ".") / "lpips" / name
 
 
 @lru_cache(maxsize=2)
 def _trunk(path: Path) -> Tensors:
     if not path.is_file():
         raise UserError(f"loda: no ImageNet weights {path}; set GRADVEIL_DATA to the folder that holds lpips/.")
-    return _read(path)
-
-
-def _read(path: Path) -> Tensors:
-    try:
-        return {name: tensor.float() for name, tensor in load_file(path).items()}
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it.") from None
+    return {name: tensor.float() for name, tensor in read_tensors(path).items()}
 
 
 def _trained(public: Batch, cache: Path | None, progress: Progress | None) -> Tensors:
-    """Weights for these public images: of this process, of the cache, or trained now."""
-    public = public[:MOST]
+    """Weights for these public images: from this process, from the cache, or trained now."""
+    public = public[:MAX_IMAGES]
     key = hashlib.sha256(repr((CONVOLUTIONS, STEPS, BATCH, RATE, SHIFTED)).encode())
     for part in (public.x, public.hard_labels):
         key.update(f"{tuple(part.shape)}".encode())
@@ -157,15 +139,14 @@ def _trained(public: Batch, cache: Path | None, progress: Progress | None) -> Te
 
 
 def train(public: Batch, progress: Progress | None = None, checkpoint: Path | None = None) -> Tensors:
-    """Weights of the small network after SGD (one-cycle rate, random shifts) on raw pixels, batch norms folded in."""
+    """Weights of the small network, batch norms folded in, after SGD (one-cycle rate, random shifts) on pixels."""
     labels, rng = public.hard_labels, generator(0, "extractor")
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(rng.initial_seed())
+    with seeded(0, "extractor"), torch.enable_grad():
         convolutions, norms, logits = _network(public.x.shape[1], int(labels.max()) + 1)
     modules = nn.ModuleList([*convolutions, *norms, logits])
     optimizer = torch.optim.SGD(modules.parameters(), RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.2)
-    batches = -(-len(public) // BATCH)  # a pass, all of about one size
+    batches = -(-len(public) // BATCH)  # per pass, all of nearly the same size
     shuffled = Shuffled(len(public), -(-len(public) // batches), rng)
     for step in resumable(STEPS, checkpoint, (modules, optimizer, schedule, shuffled, rng)):
         rows = shuffled.draw()
@@ -179,7 +160,7 @@ def train(public: Batch, progress: Progress | None = None, checkpoint: Path | No
         optimizer.step()
         schedule.step()
         if progress:
-            progress("training LODA's extractor", step + 1, STEPS)
+            progress("training the extractor of LODA", step + 1, STEPS)
     weights: Tensors = {"logits.weight": logits.weight.detach(), "logits.bias": logits.bias.detach()}
     for i, (convolution, norm) in enumerate(zip(convolutions, norms, strict=True), start=1):
         weights |= {f"conv{i}.{part}": w for part, w in _folded(convolution, norm).items()}
@@ -196,14 +177,14 @@ def _network(channels: int, classes: int) -> tuple[list[nn.Conv2d], list[nn.Batc
 
 
 def _shifted(x: Tensor, rng: torch.Generator) -> Tensor:
-    """The batch moved by up to so many pixels, the border filled with zeros."""
+    """The batch moved by up to `SHIFTED` pixels, the border filled with zeros."""
     top, left = torch.randint(2 * SHIFTED + 1, (2,), generator=rng).tolist()
     height, width = x.shape[-2:]
     return F.pad(x, [SHIFTED] * 4)[..., top : top + height, left : left + width]
 
 
 def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensors:
-    """A convolution that also does what its batch norm does outside of training."""
+    """A convolution that includes its batch norm in evaluation mode."""
     assert norm.running_mean is not None and norm.running_var is not None
     scale = (norm.weight / torch.sqrt(norm.running_var + norm.eps)).detach()
     return {
