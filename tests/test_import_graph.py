@@ -42,20 +42,14 @@ LEVEL = {package: level for level, row in enumerate(ORDER) for package in row}
 WRONG_ORDER: set[str] = set()
 CYCLES: set[str] = set()
 DOUBLE_NAMES = {
-    "Cell",
     "Engine",
     "File",
     "Folder",
-    "Json",
     "Kind",
-    "Line",
-    "Place",
     "Real",
-    "Scatter",
     "Text",
     "Texts",
     "Whole",
-    "Work",
 }
 
 

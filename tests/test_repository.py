@@ -163,7 +163,6 @@ LONG_SIGNATURES = {
     "gradveil.cli.search.command",
     "gradveil.cli.train.command",
     "gradveil.defenses.data.ats.search.search_policy",
-    "gradveil.recipes.measures.Ground.__init__",
 }
 
 

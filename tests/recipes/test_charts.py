@@ -5,13 +5,13 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gradveil.core.errors import UserError
 from gradveil.recipes.charts import chart
 from gradveil.recipes.recipe import load
+from gradveil.recipes.result import RecipeResult
 from gradveil.recipes.run import run_recipe
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,9 +28,10 @@ source: nothing.
 
 
 Written = Callable[[str], str]
+MakeResult = Callable[..., RecipeResult]
 
 
-def drawn(name: str, result: dict[str, Any]) -> ET.Element:
+def drawn(name: str, result: RecipeResult) -> ET.Element:
     text = chart(load(name), result)
     assert text is not None
     return ET.fromstring(text)
@@ -40,10 +41,10 @@ def places(root: ET.Element) -> list[tuple[float, float]]:
     return [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
 
 
-def test_points_stand_in_their_order_and_on_the_line_they_lie_on(written: Written) -> None:
+def test_points_stand_in_their_order_and_on_the_line_they_lie_on(written: Written, make_result: MakeResult) -> None:
     x = [0.0, 1.0, 2.0, 4.0]
     points = {"a < b": [x, [10 - 2 * v for v in x]], "up": [x, x]}
-    root = drawn(written(RECIPE + "scatter: {across: MSE, up: PSNR}"), {"scatter": points})
+    root = drawn(written(RECIPE + "scatter: {across: MSE, up: PSNR}"), make_result(scatter=points))
     falling, rising = places(root)[:4], places(root)[4:]
     assert len(rising) == 4 and [p[0] for p in falling] == sorted(p[0] for p in falling)
     assert [p[1] for p in falling] == sorted(p[1] for p in falling)  # downwards on the page is down
@@ -55,21 +56,23 @@ def test_points_stand_in_their_order_and_on_the_line_they_lie_on(written: Writte
     assert "a < b" in words and words.count("MSE") == 2
 
 
-def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(written: Written) -> None:
+def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(
+    written: Written, make_result: MakeResult
+) -> None:
     rows = {
         "MSE": {"victims": [1.0, 0.1, 3], "a < b": [3.0, 0.1, 3]},
         "PSNR": {"victims": [2.0, 0, 1], "a < b": "not run"},
     }
-    root = drawn(written(RECIPE + "lines: [victims, a < b]"), {"rows": rows})
+    root = drawn(written(RECIPE + "lines: [victims, a < b]"), make_result(rows=rows))
     (left, low), (right, high) = places(root)
     assert left < right and low > high
     words = [t.text for t in root.iter(f"{SVG}text")]
     assert "MSE" in words and "PSNR" not in words and "a < b" in words
 
 
-def test_a_result_without_single_numbers_has_no_scatter(written: Written) -> None:
+def test_a_result_without_single_numbers_has_no_scatter(written: Written, make_result: MakeResult) -> None:
     name = written(RECIPE + "scatter: {across: MSE, up: PSNR}")
-    assert chart(load(name), {"rows": {}, "scatter": {}}) is None
+    assert chart(load(name), make_result(scatter={})) is None
 
 
 @pytest.mark.parametrize(
@@ -90,4 +93,5 @@ def test_a_recipe_draws_its_scatter(written: Written, tmp_path: Path) -> None:
     result = run_recipe(load(name), "cpu", tmp_path / "out")
     (file,) = (tmp_path / "out" / "results").rglob("*.svg")
     assert len(places(ET.parse(file).getroot())) == 6
-    assert [len(numbers) for numbers in result["scatter"]["victims"]] == [3, 3]
+    assert result.scatter is not None
+    assert [len(numbers) for numbers in result.scatter["victims"]] == [3, 3]

@@ -9,7 +9,7 @@ from gradveil.recipes.claims import Claim, Value
 ROWS, COLUMNS = ["a", "b", "c"], ["x"]
 
 
-def judge(claim: dict, **values: Value) -> str:
+def judge(claim: dict[str, object], **values: Value) -> str:
     table = {(row, "x"): value for row, value in values.items()}
     return Claim.model_validate({"text": "t", **claim}).judge(table, ROWS, COLUMNS).verdict
 
@@ -37,9 +37,9 @@ def test_the_same_victims_are_compared_one_by_one() -> None:
 
 
 def test_slack_allows_a_small_fall() -> None:
-    given = {"a": Value(90.0), "b": Value(87.0)}
-    assert judge({"order": ["a | x", "b | x"], "slack": 5}, **given) == "holds"
-    assert judge({"order": ["a | x", "b | x"], "slack": 2}, **given) == "does not hold"
+    values = {"a": Value(90.0), "b": Value(87.0)}
+    assert judge({"order": ["a | x", "b | x"], "slack": 5}, **values) == "holds"
+    assert judge({"order": ["a | x", "b | x"], "slack": 2}, **values) == "does not hold"
 
 
 def test_limits_are_met_by_the_mean_and_open_within_the_error() -> None:

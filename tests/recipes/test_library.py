@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gradveil import attacks, defenses
 from gradveil.auditing.spec import AuditSpec
 from gradveil.core.errors import UserError
+from gradveil.recipes.audits import RecipeAudit
 from gradveil.recipes.claims import Value
-from gradveil.recipes.measures import MEASURES
 from gradveil.recipes.plan import make_plan
-from gradveil.recipes.recipe import SCALES, TRAINING_METRICS, Cell, Recipe, all_names, load
-from gradveil.recipes.run import key_of
+from gradveil.recipes.recipe import SCALES, TRAINING_METRICS, Recipe, Scale, TableCell, all_names, load
+from gradveil.storage.run_folder import RunFolder
 
 PAPERS = {
     "loda": ["table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure2", "grids"],
@@ -23,12 +25,12 @@ PAPERS = {
 
 
 def published(recipe: Recipe) -> dict[tuple[str, str], Value]:
-    found = {}
+    table = {}
     for row, values in recipe.published.items():
         for column, value in zip(recipe.columns, values, strict=True):
             if value is not None:
-                found[row, column] = Value(value[0] if isinstance(value, list) else value)
-    return found
+                table[row, column] = Value(value[0] if isinstance(value, tuple) else value)
+    return table
 
 
 class Unloaded:
@@ -42,14 +44,18 @@ class Unloaded:
         return attacks.parse(text)
 
 
+def audit_of(spec: AuditSpec) -> RecipeAudit:
+    return RecipeAudit(Unloaded(spec), RunFolder(Path("unused")))  # type: ignore[arg-type]
+
+
 def test_every_table_and_figure_has_a_recipe() -> None:
     assert sorted(all_names()) == sorted(f"{paper}/{name}" for paper, names in PAPERS.items() for name in names)
 
 
 @pytest.mark.parametrize("name", all_names())
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_recipe_can_be_planned(name: str, scale: str) -> None:
-    scaled = load(name).at(scale)  # type: ignore[arg-type]
+def test_a_recipe_can_be_planned(name: str, scale: Scale) -> None:
+    scaled = load(name).at(scale)
     lines = make_plan(scaled, timed=False)
     assert lines and sum(line.cells for line in lines) > 0
     assert len(scaled.cells) == len(scaled.recipe.rows) * len(scaled.recipe.columns)
@@ -57,25 +63,24 @@ def test_a_recipe_can_be_planned(name: str, scale: str) -> None:
         defenses.parse(cell.defense)
         if cell.attack:
             attacks.parse(cell.attack)
-        if cell.measure:
-            assert scaled.measures[cell.measure]["kind"] in MEASURES
+        assert not cell.measure or cell.measure in scaled.measures
 
 
 @pytest.mark.parametrize("name", all_names())
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_number_has_a_cell_in_its_audit(name: str, scale: str) -> None:
-    scaled = load(name).at(scale)  # type: ignore[arg-type]
+def test_every_number_has_a_cell_in_its_audit(name: str, scale: Scale) -> None:
+    scaled = load(name).at(scale)
     for cell in set(scaled.wanted()):
         if cell.measure:
-            assert cell == Cell(measure=cell.measure, value=cell.value)  # of no audit
+            assert cell == TableCell(measure=cell.measure, value=cell.value)  # of no audit
         elif not (cell.figure in TRAINING_METRICS and scaled.specs[cell.audit].utility is None):  # "not run"
-            assert key_of(Unloaded(scaled.specs[cell.audit]), cell)  # type: ignore[arg-type]
+            assert audit_of(scaled.specs[cell.audit]).key_of(cell)
 
 
 def test_a_cell_that_its_audit_has_not_is_told() -> None:
     spec = load("precode/table1").at("cpu").specs["lenet"]
     with pytest.raises(UserError, match="audit lenet has no cell for psnr under none from ig:steps=7"):
-        key_of(Unloaded(spec), Cell("lenet", attack="ig:steps=7", metric="psnr"))  # type: ignore[arg-type]
+        audit_of(spec).key_of(TableCell(audit="lenet", attack="ig:steps=7", metric="psnr"))
 
 
 @pytest.mark.parametrize("name", all_names())
@@ -94,16 +99,16 @@ def test_the_claims_hold_in_the_paper(name: str) -> None:
     recipe = load(name)
     table = published(recipe)
     for claim in recipe.claims:
-        if all(place in table for place in claim.places(recipe.rows, recipe.columns)):
-            found = claim.judge(table, recipe.rows, recipe.columns)
-            assert found.verdict == "holds", found
+        if all(position in table for position in claim.positions(recipe.rows, recipe.columns)):
+            judged = claim.judge(table, recipe.rows, recipe.columns)
+            assert judged.verdict == "holds", judged
 
 
 def test_every_recipe_makes_a_claim_that_can_be_checked() -> None:
     assert not [name for name in all_names() if not load(name).claims]
 
 
-def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path) -> None:
+def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     text = (
         "title: x\naudits: {a: {data: mnist-5k}}\nrows: {r: {metric: psnr}}\ncolumns: {c: {audit: a}}\nsource: none\n"
@@ -120,5 +125,13 @@ def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path) -> None:
     file.write_text(text + "claims: [{text: t, at_most: [0, r | d]}]\n")
     with pytest.raises(UserError, match="which the table has not"):
         load(str(file))
+    file.write_text(
+        text + "measures: {m: {kind: perturbations, data: mnist-5k, seed: 0, images: 2, noise: 1, scal: 2}}\n"
+    )
+    with pytest.raises(UserError, match=r"measures\.m\.perturbations\.scale: Field required"):
+        load(str(file)).at("cpu")
+    file.write_text(text + "cell: {attack: ig, against: feed}\n")
+    with pytest.raises(UserError, match="against: Input should be 'original' or 'fed'"):
+        _ = load(str(file)).at("cpu").cells
     with pytest.raises(UserError, match="did you mean 'precode/table1'"):
         load("precode/tabel1")

@@ -1,4 +1,4 @@
-"""Measures: taken piece by piece, so that a run that was stopped goes on; planned with all their work."""
+"""Measurements: taken piece by piece, so that a run that was stopped goes on; planned with all their work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = load(written(RECIPE))
-    whole = run_recipe(recipe, "cpu", tmp_path / "whole")["rows"]
+    whole = run_recipe(recipe, "cpu", tmp_path / "whole").rows
     real, asked = measures.Scorer.similarity, []
 
     def stopped(scorer: measures.Scorer, policy: Any) -> Any:
@@ -55,23 +55,23 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
     shown = Console(width=200)
     again = run_recipe(recipe, "cpu", tmp_path / "out", display=lambda: LogLines(shown))
     assert asked == [(), (3, 1, 7), (3, 1, 7)]
-    assert again["rows"] == whole
+    assert again.rows == whole
     assert not list((tmp_path / "out" / "measures").glob("*.part.json"))
     said = capsys.readouterr().out
     assert "1 of 2 cells are done already" in said and "[2/2] searched: done" in said
 
 
 def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() -> None:
-    lines = {line.what: line for line in make_plan(load("ats/figure2").at("paper"), timed=False)}
+    lines = {line.text: line for line in make_plan(load("ats/figure2").at("paper"), timed=False)}
     counts = [line.iterations for line in lines.values()]
     learnt = 50 * round(0.1 * 0.6 * 50_000)  # epochs, a share of the private part of CIFAR-100
     assert counts == [learnt, 100 * 100 * 21, 100 * 100 * 2500]
-    assert all("resnet20-4 on cifar100" in what for what in lines)
+    assert all("resnet20-4 on cifar100" in text for text in lines)
 
 
 def test_a_plan_counts_the_trainings_of_attacked_models() -> None:
     lines = make_plan(load("ats/table2").at("paper"), timed=False)
-    (trainings,) = [line for line in lines if "trainings of the attacked model" in line.what]
+    (trainings,) = [line for line in lines if "trainings of the attacked model" in line.text]
     assert (trainings.cells, trainings.iterations) == (2, 2 * 200 * 30_000)
 
 

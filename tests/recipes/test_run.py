@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradveil.auditing import workers
 from gradveil.auditing.run import Stopped
+from gradveil.core.errors import UserError
 from gradveil.recipes import pages
 from gradveil.recipes.recipe import load
+from gradveil.recipes.result import RecipeResult
 from gradveil.recipes.run import run_recipe
 
 RECIPE = """
@@ -60,12 +62,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_table_is_filled_and_its_claims_judged(recipe: Path, tmp_path: Path) -> None:
     result = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
-    none, pruned = result["rows"]["none"], result["rows"]["pruned"]
+    none, pruned = result.rows["none"], result.rows["pruned"]
     assert none["PSNR"][0] > 3 and none["PSNR"][2] == 2
     assert none["PSNR, best"][0] >= none["PSNR"][0]
     assert none["cosine"][0] == pytest.approx(1) and 0.3 < pruned["cosine"][0] < 1
     assert none["accuracy"] == "not run"  # the audit has no `utility`
-    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "cannot be told"]
+    assert [claim.verdict for claim in result.claims] == ["holds", "cannot be told"]
 
 
 def test_cells_are_shared_between_recipes_and_runs(
@@ -80,7 +82,7 @@ def test_cells_are_shared_between_recipes_and_runs(
     other = tmp_path / "other.yaml"
     other.write_text(recipe.read_text().replace("A table", "Another table"))
     second = run_recipe(load(str(other)), "cpu", tmp_path / "out")
-    assert done == [] and second["rows"] == first["rows"]
+    assert done == [] and second.rows == first.rows
 
 
 def test_ctrl_c_keeps_what_is_done(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +111,12 @@ def test_a_section_shows_both_tables_the_claims_and_what_was_reduced(recipe: Pat
     assert "IG `ig:steps=2` (paper: `ig`)" in text and "Seeds 100" in text
 
 
-def test_pages_name_what_was_not_run(tmp_path: Path) -> None:
+def test_pages_name_what_was_not_run(tmp_path: Path, make_result: Callable[..., RecipeResult]) -> None:
     results = tmp_path / "results" / "refiner"
     results.mkdir(parents=True)
-    stored = {"recipe": "refiner/figure2", "scale": "cpu", "seconds": 1.0}
-    stored |= {"rows": {"Shift": {"MSE": [0.03, 0.01, 64]}}, "environment": _environment()}
-    stored["claims"] = [{"claim": "c", "verdict": "holds", "figures": "f"}]
-    (results / "figure2.json").write_text(json.dumps(stored))
+    claim = {"claim": "c", "verdict": "holds", "figures": "f"}
+    result = make_result(recipe="refiner/figure2", rows={"Shift": {"MSE": [0.03, 0.01, 64]}}, claims=[claim])
+    (results / "figure2.json").write_text(result.model_dump_json(by_alias=True))
     written = pages.write_pages(tmp_path / "results", tmp_path / "docs")
     assert {file.name for file in written} == {"loda.md", "dcs2.md", "refiner.md", "ats.md", "precode.md", "index.md"}
     page = (tmp_path / "docs" / "refiner.md").read_text()
@@ -124,5 +125,8 @@ def test_pages_name_what_was_not_run(tmp_path: Path) -> None:
     assert "1 of 45 recipes were run" in index and "| [loda/table1](loda.md#lodatable1) | | not run |" in index
 
 
-def _environment() -> dict[str, object]:
-    return {"seeds": [100], "gradveil": "0", "torch": "2", "python": "3", "machine": "m", "date": "2026-01-01"}
+def test_a_damaged_result_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "refiner").mkdir()
+    (tmp_path / "refiner" / "figure2.json").write_text('{"recipe": "refiner/figure2"}')
+    with pytest.raises(UserError, match=r"figure2.json is damaged.*run the recipe again"):
+        pages.write_pages(tmp_path, tmp_path / "docs")

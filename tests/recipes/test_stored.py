@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,20 +9,25 @@ import pytest
 
 from gradveil.auditing.case import short_hash
 from gradveil.recipes.recipe import all_names, load
-from gradveil.recipes.run import run_recipe, settings_of
+from gradveil.recipes.result import RecipeResult
+from gradveil.recipes.run import run_recipe
 
 DATA = Path(__file__).parents[2] / "docs" / "results" / "stored"
 STORED = sorted(str(file.relative_to(DATA).with_suffix("")) for file in DATA.rglob("*.json"))
 CHEAP = ("refiner/figure2", "loda/table7", "ats/figure3")
 
 
+def read(name: str) -> RecipeResult:
+    return RecipeResult.model_validate_json((DATA / f"{name}.json").read_bytes())
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_result_is_of_the_recipe_as_it_is_now(name: str) -> None:
-    stored, recipe = json.loads((DATA / f"{name}.json").read_text()), load(name)
-    assert stored["settings"] == short_hash(settings_of(recipe.at(stored["scale"]))), "run the recipe again"
-    assert list(stored["rows"]) == list(recipe.rows)
-    assert all(list(row) == list(recipe.columns) for row in stored["rows"].values())
-    assert [c["claim"] for c in stored["claims"]] == [c.text for c in recipe.claims]
+    stored, recipe = read(name), load(name)
+    assert stored.settings == short_hash(recipe.at(stored.scale).settings()), "run the recipe again"
+    assert list(stored.rows) == list(recipe.rows)
+    assert all(list(row) == list(recipe.columns) for row in stored.rows.values())
+    assert [c.claim for c in stored.claims] == [c.text for c in recipe.claims]
 
 
 def test_stored_results_are_of_known_recipes_and_small() -> None:
@@ -35,12 +39,12 @@ def test_stored_results_are_of_known_recipes_and_small() -> None:
 @pytest.mark.skipif("GRADVEIL_DATA" not in os.environ, reason="needs CIFAR-10 in the folder that GRADVEIL_DATA names")
 @pytest.mark.parametrize("name", CHEAP)
 def test_cheap_tables_are_derived_again(name: str, tmp_path: Path) -> None:
-    stored = json.loads((DATA / f"{name}.json").read_text())
+    stored = read(name)
     again = run_recipe(load(name), "cpu", tmp_path)
-    for row, columns in stored["rows"].items():
+    for row, columns in stored.rows.items():
         for column, (mean, std, n) in columns.items():
-            value, _, count = again["rows"][row][column]
+            value, _, count = again.rows[row][column]
             assert count == n
             # The same to three figures on one machine; elsewhere sums round differently.
             assert value == pytest.approx(mean, rel=0.05, abs=0.02 + 0.25 * std), (row, column)
-    assert [c["verdict"] for c in again["claims"]] == [c["verdict"] for c in stored["claims"]]
+    assert [c.verdict for c in again.claims] == [c.verdict for c in stored.claims]

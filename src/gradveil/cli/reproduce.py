@@ -110,7 +110,7 @@ def _show_plan(recipe: Recipe, scale: Scale) -> None:
     table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)
     for line in lines:
         count = f"{line.iterations:,}" if line.iterations else ""
-        table.add_row(line.what, str(line.cells), count, seconds_text(line.seconds))
+        table.add_row(line.text, str(line.cells), count, seconds_text(line.seconds))
     console = Console()
     console.print(f"{recipe.name} ({recipe.title}) at scale {scale}", highlight=False)
     console.print(table)

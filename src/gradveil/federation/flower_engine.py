@@ -25,6 +25,7 @@ import torch
 from pydantic import BaseModel
 
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.text import shorten
 from gradveil.core.types import Kind, Tensors, Update
 from gradveil.federation.faults import Failure, Reply, raised, too_late
 from gradveil.federation.history import History
@@ -59,7 +60,6 @@ _MAX_ACTORS = 8
 _PAUSE = 0.05  # seconds between two requests for replies
 _GRACE = 10  # seconds beyond the deadline, which clients keep by themselves unless they hang
 _RESTART = 120  # seconds that a dead actor may take to start again
-_MAX_REASON = 160  # characters
 
 
 def simulate(
@@ -175,14 +175,14 @@ def _tensors(message: Message, name: str) -> Tensors:
 _unpacked: dict[str, list[Participant]] = {}  # in the process of an actor: the clients
 
 
-def _participant(reference: Clients, number: int) -> Participant:
+def _participant(reference: Clients, context: Context) -> Participant:
     import ray
 
     if reference.hex() not in _unpacked:
         torch.set_num_threads(1)  # the actors share the processors
         _unpacked.clear()
         _unpacked[reference.hex()] = ray.get(reference)
-    return _unpacked[reference.hex()][number]
+    return _unpacked[reference.hex()][int(context.node_config["partition-id"])]
 
 
 def _client_app(reference: Clients, deadline: float | None, started: Path) -> ClientApp:
@@ -192,7 +192,7 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
     app = ClientApp()
 
     def reply_of(message: Message, context: Context) -> RecordDict:
-        participant = _participant(reference, int(context.node_config["partition-id"]))
+        participant = _participant(reference, context)
         (started / message.metadata.message_id).touch()
         try:
             with _at_most(deadline):
@@ -208,9 +208,7 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
 
     @app.query()
     def identify(message: Message, context: Context) -> Message:
-        number = int(context.node_config["partition-id"])
-        _participant(reference, number)
-        return Message(_content(_Facts(client=number)), reply_to=message)
+        return Message(_content(_Facts(client=_participant(reference, context).number)), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -346,5 +344,4 @@ def _reply(message: Message, client: int) -> Reply | Failure:
 
 def _reason(message: Message) -> str:
     """What Flower says of a failure, which may be a page, as one line."""
-    text = " ".join((message.error.reason or "no reason given").split())
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
+    return shorten(" ".join((message.error.reason or "no reason given").split()), 160)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import linear_regression
-from typing import Any
 from xml.sax.saxutils import escape
 
 from gradveil.recipes.recipe import Recipe
+from gradveil.recipes.result import RecipeResult
 from gradveil.report.chart import nice_ticks, scale
 
 WIDTH, HEIGHT, LEFT, BOTTOM, GAP = 250, 240, 44, 44, 12  # of a panel
@@ -16,23 +16,18 @@ INK, FAINT = "#333", "#ddd"
 COLOURS = ("#2a6fb0", "#d1622b", "#3a8f4d", "#8a4fa3", "#b03a5b", "#7a7a7a")
 
 
-def chart(recipe: Recipe, result: dict[str, Any]) -> str | None:
-    """The one that the recipe asks for, if the result can give it."""
-    if recipe.scatter and result.get("scatter"):
+def chart(recipe: Recipe, result: RecipeResult) -> str | None:
+    """The chart that the recipe asks for, if the result has the numbers for it."""
+    if recipe.scatter and result.scatter:
         panels = [
-            _scatter(i * WIDTH, name, xs, ys, recipe.scatter.across)
-            for i, (name, (xs, ys)) in enumerate(result["scatter"].items())
+            _scatter(i * WIDTH, column, *points, recipe.scatter.across)
+            for i, (column, points) in enumerate(result.scatter.items())
         ]
         return _svg(WIDTH * len(panels), panels)
-    if recipe.lines:
-        rows = {row: [values[column] for column in recipe.lines] for row, values in result["rows"].items()}
-        measured = {row: [v[0] for v in values] for row, values in rows.items() if all(map(_is_number, values))}
-        return _svg(WIDE + LEGEND, [_lines(measured, recipe.lines)]) if measured else None
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, list) and isinstance(value[0], (int, float))
+    entries = {row: [columns[c] for c in recipe.lines] for row, columns in result.rows.items()}
+    numbers = {row: [e[0] for e in values if not isinstance(e, str)] for row, values in entries.items()}
+    complete = {row: values for row, values in numbers.items() if len(values) == len(recipe.lines) > 0}
+    return _svg(WIDE + LEGEND, [_lines(complete, recipe.lines)]) if complete else None
 
 
 def _svg(width: int, parts: Sequence[str]) -> str:

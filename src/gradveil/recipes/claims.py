@@ -1,10 +1,10 @@
-"""A paper's claims as statements that its own table, or ours, can bear out.
+"""The claims of a paper as statements that its table, or ours, can confirm.
 
-A statement is of one kind: `order` (values that rise from left to right, or fall by no more than `slack`), `lowest` or
-`highest` (one cell against the others of its row or column, or against those named in `of`), `at_least` or `at_most` (a
-number, then cells). A cell is written `row | column`. What lies within two standard errors cannot be told; means over
-the same victims are compared victim by victim. `only_if` is what must hold for the claim to be tested at all, such as
-an attack that succeeds where nothing defends.
+A claim has one kind: `order` (values that rise from left to right, or fall by no more than `slack`), `lowest` or `highest`
+(one cell against the others of its row or column, or against those that `of` names), `at_least` or `at_most` (a number,
+then cells). A cell is written `row | column`. A difference within two standard errors cannot be told; means over the same
+victims are compared victim by victim. A claim is tested only where `only_if` holds, for example where an attack succeeds
+without a defense.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
-Place = tuple[str, str]
+Position = tuple[str, str]  # row and column of a cell
 WITHIN = 2.0  # standard errors
-SAME = 1e-6  # values that differ by less differ by rounding
+SAME = 1e-6  # smaller differences are rounding
+SEED_SPREAD = 2.0  # points by which test accuracies of small trainings differ between seeds (docs/results/utility.md)
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number with its spread over `n` images, and where they are known the images' own numbers."""
+    """A number with its standard deviation over `n` images, and the single numbers where they are stored."""
 
     mean: float
     std: float = 0.0
@@ -40,137 +41,132 @@ class Value:
 
     @property
     def error(self) -> float:
+        """The standard error of the mean."""
         return self.std / math.sqrt(max(self.n, 1))
 
     def above(self, other: Value) -> tuple[float, float]:
-        """By how much, and the standard error of that."""
+        """The difference to another value, and its standard error."""
         if len(self.each) == len(other.each) > 1:
             pairs = Value.of(a - b for a, b in zip(self.each, other.each, strict=True))
             return pairs.mean, pairs.error
         return self.mean - other.mean, math.hypot(self.error, other.error)
 
 
-Table = Mapping[Place, Value]
+def accuracy_value(share: float, images: int) -> Value:
+    """An accuracy in percent, with the error of a test on so many images and the spread between seeds."""
+    return Value(100 * share, math.hypot(100 * math.sqrt(share * (1 - share) / images), SEED_SPREAD))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What became of a claim."""
+Table = Mapping[Position, Value]
+
+
+class JudgedClaim(BaseModel):
+    """A claim with its verdict and the figures that decided."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     claim: str
     verdict: ClaimVerdict
     figures: str
 
-    def plain(self) -> dict[str, str]:
-        return {"claim": self.claim, "verdict": self.verdict, "figures": self.figures}
-
 
 class Claim(BaseModel):
-    """One statement over a table's cells."""
+    """One statement about the cells of a table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    text: str
+    text: str = ""  # a condition needs none
     order: tuple[str, ...] = ()
     slack: float = 0.0
     lowest: str = ""
     highest: str = ""
     of: Literal["row", "column"] | tuple[str, ...] = "column"
-    at_least: tuple[Any, ...] = ()
-    at_most: tuple[Any, ...] = ()
+    at_least: tuple[float | str, ...] = ()
+    at_most: tuple[float | str, ...] = ()
     only_if: Claim | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _inner_text(cls, value: Any) -> Any:
-        """A condition needs no words of its own."""
-        inner = value.get("only_if") if isinstance(value, dict) else None
-        return {**value, "only_if": {"text": "", **inner}} if isinstance(inner, dict) else value
 
     @model_validator(mode="after")
     def _one_kind(self) -> Claim:
-        given = [kind for kind in ("order", "lowest", "highest", "at_least", "at_most") if getattr(self, kind)]
-        if len(given) != 1:
+        if sum(map(bool, (self.order, self.lowest, self.highest, self.at_least, self.at_most))) != 1:
             raise ValueError(f"claim '{self.text}' must have exactly one of order, lowest, highest, at_least, at_most")
         return self
 
-    def places(self, rows: Iterable[str], columns: Iterable[str]) -> list[Place]:
-        """All cells that it rests on."""
-        inner = self.only_if.places(rows, columns) if self.only_if else []
+    def positions(self, rows: Iterable[str], columns: Iterable[str]) -> list[Position]:
+        """All cells that the claim depends on."""
+        condition = self.only_if.positions(rows, columns) if self.only_if else []
         if self.lowest or self.highest:
-            best = place(self.lowest or self.highest)
-            return [best, *self._others(best, rows, columns), *inner]
-        return [place(text) for text in (*self.order, *self.at_least[1:], *self.at_most[1:])] + inner
+            extreme = position(self.lowest or self.highest)
+            return [extreme, *self._others(extreme, rows, columns), *condition]
+        return [*self._listed(), *condition]
 
-    def _others(self, best: Place, rows: Iterable[str], columns: Iterable[str]) -> list[Place]:
+    def _listed(self) -> list[Position]:
+        return [position(str(text)) for text in (*self.order, *self.at_least[1:], *self.at_most[1:])]
+
+    def _others(self, extreme: Position, rows: Iterable[str], columns: Iterable[str]) -> list[Position]:
         if self.of == "column":
-            return [(row, best[1]) for row in rows if row != best[0]]
+            return [(row, extreme[1]) for row in rows if row != extreme[0]]
         if self.of == "row":
-            return [(best[0], column) for column in columns if column != best[1]]
-        return [place(text) for text in self.of]
+            return [(extreme[0], column) for column in columns if column != extreme[1]]
+        return [position(text) for text in self.of]
 
-    def judge(self, table: Table, rows: Iterable[str], columns: Iterable[str]) -> Finding:
-        """Against a table. Cells of a row or column that were not run are left out of a comparison with all."""
+    def judge(self, table: Table, rows: Iterable[str], columns: Iterable[str]) -> JudgedClaim:
+        """The verdict from a table. `lowest` and `highest` ignore cells that were not run."""
         rows, columns = list(rows), list(columns)
         if self.only_if:
-            before = self.only_if.judge(table, rows, columns)
-            if before.verdict != "holds":
-                return Finding(self.text, "cannot be told", f"asked only if {before.figures}")
+            condition = self.only_if.judge(table, rows, columns)
+            if condition.verdict != "holds":
+                return self._judged("cannot be told", f"asked only if {condition.figures}")
         if self.lowest or self.highest:
-            return self._extreme(table, rows, columns)
-        named = [place(text) for text in (*self.order, *self.at_least[1:], *self.at_most[1:])]
-        missing = [" | ".join(p) for p in named if p not in table]
-        if missing:
-            return Finding(self.text, "cannot be told", f"not run: {', '.join(missing)}")
-        values = [table[p] for p in named]
+            return self._judge_extreme(table, rows, columns)
+        listed = self._listed()
+        if missing := [" | ".join(p) for p in listed if p not in table]:
+            return self._judged("cannot be told", f"not run: {', '.join(missing)}")
+        values = [table[p] for p in listed]
+        figures = ", ".join(_figure(p, v) for p, v in zip(listed, values, strict=True))
         if self.order:
             gaps = [b.above(a) for a, b in pairwise(values)]
-            steps = [_sign(gap + self.slack, error) for gap, error in gaps]
-            figures = ", ".join(_shown(p, v) for p, v in zip(named, values, strict=True))
             slack = f", or lower by at most {_number(self.slack)}" if self.slack else ""
-            return Finding(self.text, _all(steps), f"{figures}; asked to rise{slack}")
-        limit, way = (float(self.at_least[0]), 1) if self.at_least else (float(self.at_most[0]), -1)
-        steps = [_reaches(way * (v.mean - limit), v.error) for v in values]
-        sign = "≥" if way > 0 else "≤"
-        figures = ", ".join(_shown(p, v) for p, v in zip(named, values, strict=True))
-        return Finding(self.text, _all(steps), f"{figures}; asked {sign} {_number(limit)}")
+            signs = [_sign(gap + self.slack, error) for gap, error in gaps]
+            return self._judged(_all(signs), f"{figures}; asked to rise{slack}")
+        limit, direction, sign = (self.at_least[0], 1, "≥") if self.at_least else (self.at_most[0], -1, "≤")
+        limit = float(limit)
+        signs = [_reaches(direction * (v.mean - limit), v.error) for v in values]
+        return self._judged(_all(signs), f"{figures}; asked {sign} {_number(limit)}")
 
-    def _extreme(self, table: Table, rows: list[str], columns: list[str]) -> Finding:
-        best = place(self.lowest or self.highest)
-        others = [p for p in self._others(best, rows, columns) if p in table]
-        if best not in table or not others:
-            return Finding(self.text, "cannot be told", f"not run: {' | '.join(best)}")
-        way = -1 if self.lowest else 1
-        steps = []
-        for other in others:
-            gap, error = table[best].above(table[other])
-            steps.append(_sign(way * gap, error))
-        near = min(others, key=lambda p: way * (table[best].mean - table[p].mean))
-        figures = f"{_shown(best, table[best])}; nearest {_shown(near, table[near])}"
-        return Finding(self.text, _all(steps), figures)
+    def _judge_extreme(self, table: Table, rows: list[str], columns: list[str]) -> JudgedClaim:
+        extreme, direction = position(self.lowest or self.highest), -1 if self.lowest else 1
+        others = [p for p in self._others(extreme, rows, columns) if p in table]
+        if extreme not in table or not others:
+            return self._judged("cannot be told", f"not run: {' | '.join(extreme)}")
+        gaps = [table[extreme].above(table[other]) for other in others]
+        nearest = min(others, key=lambda p: direction * (table[extreme].mean - table[p].mean))
+        figures = f"{_figure(extreme, table[extreme])}; nearest {_figure(nearest, table[nearest])}"
+        return self._judged(_all([_sign(direction * gap, error) for gap, error in gaps]), figures)
+
+    def _judged(self, verdict: ClaimVerdict, figures: str) -> JudgedClaim:
+        return JudgedClaim(claim=self.text, verdict=verdict, figures=figures)
 
 
-def place(text: str) -> Place:
+def position(text: str) -> Position:
     row, _, column = (part.strip() for part in text.partition("|"))
     return row, column
 
 
 def _sign(gap: float, error: float) -> int:
-    """1: as claimed, −1: the other way, 0: within the error."""
+    """1: as claimed, −1: the opposite, 0: within the error."""
     return 0 if abs(gap) <= max(WITHIN * error, SAME) else (1 if gap > 0 else -1)
 
 
 def _reaches(gap: float, error: float) -> int:
-    """A limit is met by the mean; short of it by less than the error, it cannot be told."""
+    """1: the mean reaches the limit, 0: the mean misses it by less than the error, −1: by more."""
     return 1 if gap >= 0 else (0 if gap + WITHIN * error >= 0 else -1)
 
 
-def _all(steps: Iterable[int]) -> ClaimVerdict:
-    found = set(steps)
-    return "does not hold" if -1 in found else ("cannot be told" if 0 in found else "holds")
+def _all(signs: list[int]) -> ClaimVerdict:
+    return "does not hold" if -1 in signs else ("cannot be told" if 0 in signs else "holds")
 
 
-def _shown(where: Place, value: Value) -> str:
+def _figure(where: Position, value: Value) -> str:
     spread = f" ± {_number(value.error)}" if value.error else ""
     return f"{' | '.join(where)} {_number(value.mean)}{spread}"
 

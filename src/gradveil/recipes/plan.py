@@ -1,7 +1,7 @@
-"""What a recipe will do and about how long it takes, from its settings alone: nothing is run, data are only counted.
+"""What a recipe will do and about how long it takes, from its settings alone: nothing is run, images are only counted.
 
-An iteration of matching, a gradient and a training step are timed on the recipe's own networks, by the processor's
-time; a GPU is quicker.
+A step of matching, a gradient and a step of training are timed on the networks of the recipe, in processor time; a GPU
+is faster.
 """
 
 from __future__ import annotations
@@ -22,166 +22,140 @@ from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining
+from gradveil.core.types import LocalTraining, Shape
 from gradveil.data import load
 from gradveil.data.source import resolve
 from gradveil.data.split import sizes
-from gradveil.recipes.measures import MEASURES
+from gradveil.recipes.measures import WorkKind
 from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scale, Scaled
 
 STEPS = 4000  # of an attack that does not say
-TOGETHER = 4  # victims that an iteration is timed on
+BATCH, TRAIN_BATCH = 4, 16  # images that work is timed on
 SHAPES = {
     **dict.fromkeys(("mnist", "mnist-5k", "fashion-mnist"), (1, 28, 28)),
     **dict.fromkeys(("olivetti", "mednist"), (1, 64, 64)),
 }
 PHOTOGRAPH = (3, 32, 32)
 
-Clock = Callable[[str, "Facts"], float]
-
 
 @dataclass(frozen=True)
-class Facts:
+class DataFacts:
     """What a plan has to know of a data set."""
 
-    shape: tuple[int, int, int]
+    shape: Shape
     classes: int
     private: int
 
 
 @dataclass(frozen=True)
-class Line:
-    """One piece of work of a plan."""
+class PlannedWork:
+    """One line of a plan."""
 
-    what: str
+    text: str
     cells: int
     iterations: int  # of attacks, over all victims; of trainings, images
     seconds: float
 
 
-def make_plan(scaled: Scaled, *, timed: bool = True) -> list[Line]:
-    """A line for every audit and kind of work, then for every measure and kind of work."""
+def make_plan(scaled: Scaled, *, timed: bool = True) -> list[PlannedWork]:
+    """One line per audit or measurement and kind of work."""
     lines = []
 
-    def add(what: str, cells: int, count: int, clock: Clock, model: str, facts: Facts, images: int = 1) -> None:
-        lines.append(Line(what, cells, count, count * images * clock(model, facts) if timed else 0.0))
+    def add(text: str, cells: int, count: int, kind: WorkKind, model: str, facts: DataFacts, images: int = 1) -> None:
+        seconds = count * images * _seconds_per_image(kind, model, facts) if timed else 0.0
+        lines.append(PlannedWork(text, cells, count, seconds))
 
     for name, spec in scaled.specs.items():
         cells = {cell for cell in scaled.wanted() if cell.audit == name}
         updates = {cell.defense for cell in cells if cell.figure not in TRAINING_METRICS}
         pairs = {(cell.defense, cell.attack) for cell in cells if cell.figure in ATTACK_METRICS}
         trained = {cell.defense for cell in cells if cell.figure in TRAINING_METRICS}
-        about, facts = f"{name}: {spec.model} on {spec.data}", _facts(str(spec.data), scaled.scale)
-        if updates and spec.trained_epochs:  # each defense attacks the model that was trained under it
+        title, facts = f"{name}: {spec.model} on {spec.data}", _facts(str(spec.data), scaled.scale)
+        if updates and spec.trained_epochs:  # each defense is attacked on the model that was trained under it
             images = len(updates) * spec.trained_epochs * facts.private
-            add(f"{about}, trainings of the attacked model", len(updates), images, _train_seconds, spec.model, facts)
+            add(f"{title}, trainings of the attacked model", len(updates), images, "training", spec.model, facts)
         if updates:
-            lines.append(Line(f"{about}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates)))
+            lines.append(
+                PlannedWork(f"{title}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates))
+            )
         if pairs:
             victims = spec.victims * spec.updates
-            counted = sum(victims * _steps(attack, spec.model, facts, spec.budget) for _, attack in pairs)
-            add(f"{about}, attacks", len(pairs), counted, _match_seconds, spec.model, facts, spec.batch_size)
-        if trained and spec.utility:
-            how = spec.utility
-            images = len(trained) * how.rounds * how.clients * how.images
-            add(f"{about}, trainings of {how.model}", len(trained), images, _train_seconds, how.model, facts)
+            steps = sum(victims * _steps(attack, spec.model, facts, spec.budget) for _, attack in pairs)
+            add(f"{title}, attacks", len(pairs), steps, "attacks", spec.model, facts, spec.batch_size)
+        if trained and (training := spec.utility):
+            images = len(trained) * training.rounds * training.clients * training.images
+            add(f"{title}, trainings of {training.model}", len(trained), images, "training", training.model, facts)
     for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
-        given = scaled.measures[name]
-        facts = _facts(str(given["data"]), scaled.scale)
-        works = [work for work in MEASURES[given["kind"]].work(facts.private, given) if work.images]
-        for work in works:
+        measurement = scaled.measures[name]
+        facts = _facts(measurement.data, scaled.scale)
+        workloads = [work for work in measurement.work(facts.private) if work.images]
+        for work in workloads:
             steps = _steps(work.attack, work.model, facts, "standard") if work.attack else 1
-            what = f"{name}: {work.model} on {given['data']}, {work.kind}"
-            add(what, 1, work.images * steps, CLOCKS[work.kind], work.model, facts)
-        if not works:
-            lines.append(Line(f"{name}: {given['kind']} on {given['data']}", 1, 0, 1.0))
+            text = f"{name}: {work.model} on {measurement.data}, {work.kind}"
+            add(text, 1, work.images * steps, work.kind, work.model, facts)
+        if not workloads:
+            lines.append(PlannedWork(f"{name}: {measurement.kind} on {measurement.data}", 1, 0, 1.0))
     return lines
 
 
 @lru_cache(maxsize=64)
-def _facts(data: str, scale: Scale) -> Facts:
-    """At scale cpu of the files at hand; otherwise, and where there are none, of what the publisher has."""
+def _facts(data: str, scale: Scale) -> DataFacts:
+    """At scale cpu from the files at hand; otherwise, and without files, from what the publisher says."""
     source = resolve(data)
     named, options = source.named, source.options
     if named is None or (scale == "cpu" and named.available()):
         loaded = load(data)
-        return Facts(loaded.input_shape, loaded.num_classes, len(loaded.private))
+        return DataFacts(loaded.input_shape, loaded.num_classes, len(loaded.private))
     channels, height, width = SHAPES.get(named.name, PHOTOGRAPH)
     shape = (channels, options.size or height, options.size or width)
-    return Facts(shape, named.num_classes, sizes(named.images, options, test_published=True, name=data)[0])
+    return DataFacts(shape, named.num_classes, sizes(named.images, options, test_published=True, name=data)[0])
 
 
-def _steps(text: str, model: str, facts: Facts, budget: Budget) -> int:
+def _steps(text: str, model: str, facts: DataFacts, budget: Budget) -> int:
     """Iterations of an attack on one victim, all its restarts together."""
     attack = attacks.parse(text)
     restarts = getattr(attack, "restarts", 1)
     return _once(attack, model, facts, budget) * (restarts if isinstance(restarts, int) else 1)
 
 
-def _once(attack: Attack, model: str, facts: Facts, budget: Budget) -> int:
+def _once(attack: Attack, model: str, facts: DataFacts, budget: Budget) -> int:
     if ".analytic." in type(attack).__module__:
         return 0  # a closed form
-    own = getattr(attack, "steps", None)
-    if isinstance(own, int):
-        return own
+    steps = getattr(attack, "steps", None)
+    if isinstance(steps, int):
+        return steps
     if getattr(attack, "paper", "gradveil") != "gradveil":
         return VARIANTS[attack.paper].steps  # type: ignore[attr-defined]
-    nothing = Observation(Task(_function(model, facts), facts.shape, facts.classes, torch.zeros(1), torch.ones(1)), ())
-    return steps_for(Target([nothing], torch.zeros(1), generator(0), budget), STEPS)
-
-
-# -- seconds of one image ----------------------------------------------------------------------------------------------
+    task = Task(_function(model, facts), facts.shape, facts.classes, torch.zeros(1), torch.ones(1))
+    return steps_for(Target([Observation(task, ())], torch.zeros(1), generator(0), budget), STEPS)
 
 
 @lru_cache(maxsize=64)
-def _function(model: str, facts: Facts) -> ModelFunction:
+def _function(model: str, facts: DataFacts) -> ModelFunction:
     return ModelFunction(models.build(model, input_shape=facts.shape, num_classes=facts.classes))
 
 
 @lru_cache(maxsize=64)
-def _match_seconds(model: str, facts: Facts) -> float:
-    """Of one iteration on one image: a gradient, and the gradient of its distance."""
-    function = _function(model, facts)
-    state = function.state()
+def _seconds_per_image(kind: WorkKind, model: str, facts: DataFacts) -> float:
+    """A gradient and the gradient of its distance ("attacks"), a gradient per image, or a gradient of a mini-batch."""
+    function, count = _function(model, facts), TRAIN_BATCH if kind in ("training", "obscuring") else BATCH
+    state, x, y = function.state(), torch.full((count, *facts.shape), 0.5), torch.zeros(count, dtype=torch.long)
 
-    def work() -> None:
-        x = torch.full((TOGETHER, 1, *facts.shape), 0.5, requires_grad=True)
-        found = function.updates(state, x, torch.zeros(TOGETHER, 1, dtype=torch.long), LocalTraining())
-        torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)  # type: ignore[arg-type]
+    def match() -> None:
+        candidates = x[:, None].clone().requires_grad_()
+        updates = function.updates(state, candidates, y[:, None], LocalTraining())
+        torch.autograd.grad(torch.stack([(g**2).sum() for g in updates.values()]).sum(), candidates)
 
-    return _seconds(work) / TOGETHER
-
-
-@lru_cache(maxsize=64)
-def _gradient_seconds(model: str, facts: Facts) -> float:
-    """Of the gradient of one image among others."""
-    function = _function(model, facts)
-    state = function.state()
-    x, y = torch.full((TOGETHER, 1, *facts.shape), 0.5), torch.zeros(TOGETHER, 1, dtype=torch.long)
-    return _seconds(lambda: function.gradients(state, x, y)) / TOGETHER
-
-
-@lru_cache(maxsize=64)
-def _train_seconds(model: str, facts: Facts) -> float:
-    function = _function(model, facts)
-    x, y, state = torch.zeros(16, *facts.shape), torch.zeros(16, dtype=torch.long), function.state()
-    return _seconds(lambda: function.gradient(state, x, y)) / 16
-
-
-CLOCKS: dict[str, Clock] = {
-    "training": _train_seconds,
-    "obscuring": _train_seconds,
-    "gradients": _gradient_seconds,
-    "attacks": _match_seconds,
-}
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """The faster of two runs, the first of which warms up."""
+    work: dict[WorkKind, Callable[[], object]] = {
+        "training": lambda: function.gradient(state, x, y),
+        "obscuring": lambda: function.gradient(state, x, y),
+        "gradients": lambda: function.gradients(state, x[:, None], y[:, None]),
+        "attacks": match,
+    }
     times = []
     with one_thread():
-        for _ in range(2):
-            begun = time.process_time()
-            work()
-            times.append(time.process_time() - begun)
-    return min(times)
+        for _ in range(2):  # the first run warms up
+            began = time.process_time()
+            work[kind]()
+            times.append(time.process_time() - began)
+    return min(times) / count
