@@ -21,7 +21,7 @@ SMALLEST = {"convnet": 12, "densenet121": 8, "vgg16": 32, "flower-cnn": 20}
 NARROW = {"convnet": "convnet:width=8", "resnet18": "resnet18:width=8", "resnet34": "resnet34:width=4"}
 NARROW |= {"resnet20-4": "resnet20-4:width=8"}
 HUGE = ("densenet121", "vgg16")  # single images only
-EVERY = [entry.name for entry in models.names()]
+EVERY = models.MODELS.names()
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, int]:

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
+from gradveil.cli.catalogue import first_line
 from gradveil.core.errors import UserError
-from gradveil.models import MODELS, build, names
+from gradveil.models import MODELS, build
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
-ALL = [entry.name for entry in names()]
+ALL = MODELS.names()
 # Cheap forms of the large networks, for what does not depend on width.
 SMALL = {"convnet": "convnet:width=4", "resnet18": "resnet18:width=4", "resnet34": "resnet34:width=4"}
 SMALL |= {"resnet20": "resnet20:width=4", "resnet20-4": "resnet20-4:width=4"}
@@ -159,8 +160,9 @@ def test_images_that_are_too_small(spec: str, side: int) -> None:
 
 def test_every_network_is_described_in_one_line() -> None:
     assert len(ALL) == len(set(ALL)) == len(list(MODELS))
-    for entry in names():
-        assert 20 < len(entry.description) < 120
-        assert entry.description.endswith(".")
+    for network in MODELS:
+        description = first_line(network)
+        assert 20 < len(description) < 120
+        assert description.endswith(".")
     asked = {"lenet", "lenet4", "smlp", "dmlp", "ffn", "convnet", "resnet20", "resnet20-4", "resnet18", "resnet34"}
     assert asked | {"vgg16", "densenet121", "convbig", "bayes-cnn", "cnn", "flower-cnn"} <= set(ALL)

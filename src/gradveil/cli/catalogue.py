@@ -16,9 +16,9 @@ def _methods(kind: str) -> list[Entry]:
 
 
 def _models() -> list[Entry]:
-    from gradveil import models
+    from gradveil.models import MODELS
 
-    return [(found.name, found.description) for found in models.names()]
+    return [(cls.name, first_line(cls)) for cls in MODELS]
 
 
 def _data() -> list[Entry]:

@@ -5,30 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError, one_line, shape_text
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import seeded
 from gradveil.core.settings import load_object
 from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network
 
-__all__ = ["MODELS", "ModelName", "Network", "build", "names"]
+__all__ = ["MODELS", "Network", "build"]
 
 _IMPORT = re.compile(r"(?P<path>[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
-
-
-class ModelName(NamedTuple):
-    name: str
-    description: str
-
-
-def names() -> list[ModelName]:
-    """Every registered network, with the first line of its docstring."""
-    return [ModelName(network.name, (inspect.getdoc(network) or "").partition("\n")[0]) for network in MODELS]
 
 
 def build(
@@ -45,8 +34,7 @@ def build(
     Example:
         >>> build("resnet20:width=8", input_shape=(3, 32, 32), num_classes=10)
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator(seed, "model").initial_seed())
+    with seeded(seed, "model"):
         if isinstance(spec, str):
             model = _from_text(spec.strip(), input_shape, num_classes)
         else:

@@ -17,9 +17,20 @@ from gradveil.models.base import MODELS, Network, classifier_on
 WIDTH = 12
 
 
-class _LeNet(Network):
-    strides: ClassVar[tuple[int, ...]]
-    init: Literal["published", "default"]
+@MODELS.register("lenet")
+@settings
+class LeNet(Network):
+    """Three sigmoid convolutions of 12 channels, as in DLG and iDLG; the easiest to attack.
+
+    Args:
+        init: `published` draws from U(−0.5, 0.5), `default` is the initialization of torch.
+
+    Example:
+        >>> build("lenet:init=default", input_shape=(1, 28, 28), num_classes=10)
+    """
+
+    strides: ClassVar[tuple[int, ...]] = (2, 2, 1)
+    init: Literal["published", "default"] = "published"
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
         layers: dict[str, nn.Module] = {}
@@ -35,25 +46,9 @@ class _LeNet(Network):
         return model
 
 
-@MODELS.register("lenet")
-@settings
-class LeNet(_LeNet):
-    """Three sigmoid convolutions of 12 channels, as in DLG and iDLG; the easiest to attack.
-
-    Args:
-        init: `published` draws from U(−0.5, 0.5), `default` is the initialization of torch.
-
-    Example:
-        >>> build("lenet:init=default", input_shape=(1, 28, 28), num_classes=10)
-    """
-
-    strides = (2, 2, 1)
-    init: Literal["published", "default"] = "published"
-
-
 @MODELS.register("lenet4")
 @settings
-class LeNet4(_LeNet):
+class LeNet4(LeNet):
     """LeNet with a fourth convolution, as in CPL and in the DLG test of Soteria.
 
     Args:
@@ -64,4 +59,3 @@ class LeNet4(_LeNet):
     """
 
     strides = (2, 2, 1, 1)
-    init: Literal["published", "default"] = "published"

@@ -11,28 +11,24 @@ from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network, classifier_on
 
 
-class _Perceptron(Network):
-    hidden: ClassVar[tuple[int, ...]]  # widths of the hidden ReLU layers
-
-    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        return classifier_on({}, input_shape, num_classes, hidden=self.hidden, name=self.name)
-
-
 @MODELS.register("smlp")
 @settings
-class SMLP(_Perceptron):
+class SMLP(Network):
     """The shallow network of PRECODE: two hidden layers of 1,024 ReLU units.
 
     Example:
         >>> build("smlp", input_shape=(3, 32, 32), num_classes=10)
     """
 
-    hidden = (1024,) * 2
+    hidden: ClassVar[tuple[int, ...]] = (1024,) * 2  # widths of the hidden layers
+
+    def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
+        return classifier_on({}, input_shape, num_classes, hidden=self.hidden, name=self.name)
 
 
 @MODELS.register("dmlp")
 @settings
-class DMLP(_Perceptron):
+class DMLP(SMLP):
     """The deep network of PRECODE: four hidden layers of 1,024 ReLU units.
 
     Example:
@@ -44,7 +40,7 @@ class DMLP(_Perceptron):
 
 @MODELS.register("ffn")
 @settings
-class FFN(_Perceptron):
+class FFN(SMLP):
     """Balunović et al. 2022: hidden layers of 500 (five), 256 and 500 units, without the bottleneck of PRECODE.
 
     Example:

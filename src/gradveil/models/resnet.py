@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradveil.core.settings import settings
 from gradveil.core.types import Shape
-from gradveil.models.base import MODELS, Network, kaiming_
+from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 
 
 class BasicBlock(nn.Module):
@@ -33,41 +33,63 @@ class BasicBlock(nn.Module):
         return result
 
 
-class ResNet(nn.Sequential):
-    """Stem, stages that double the width and halve the side, average over the image, classifier."""
+@MODELS.register("resnet18")
+@settings
+class ResNet18(Network):
+    """Four stages of two blocks, as in LODA and GGL.
 
-    def __init__(self, blocks: tuple[int, ...], width: int, channels: int, num_classes: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        before = width
-        for stage, count in enumerate(blocks):
-            after = width * 2**stage
-            parts = [BasicBlock(before if i == 0 else after, after, 2 if i == 0 and stage else 1) for i in range(count)]
-            self.add_module(f"layer{stage + 1}", nn.Sequential(*parts))
-            before = after
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.flatten = nn.Flatten()
-        self.fc = nn.Linear(before, num_classes)
-        kaiming_(self, nn.Conv2d, mode="fan_out")
+    Every stage but the first doubles the width and halves the side; then average over the image, and the classifier.
 
+    Args:
+        width: channels of the first stage.
 
-class _Residual(Network):
-    blocks: ClassVar[tuple[int, ...]]
-    width: int
+    Example:
+        >>> build("resnet18:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
+    width: int = Field(default=64, ge=1)
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
-        return ResNet(self.blocks, self.width, input_shape[0], num_classes)
+        layers: dict[str, nn.Module] = {
+            "conv1": nn.Conv2d(input_shape[0], self.width, 3, padding=1, bias=False),
+            "bn1": nn.BatchNorm2d(self.width),
+            "relu": nn.ReLU(),
+        }
+        before = self.width
+        for stage, count in enumerate(self.blocks):
+            after = self.width * 2**stage
+            parts = [BasicBlock(before if i == 0 else after, after, 2 if i == 0 and stage else 1) for i in range(count)]
+            layers[f"layer{stage + 1}"] = nn.Sequential(*parts)
+            before = after
+        layers["pool"] = nn.AdaptiveAvgPool2d(1)
+        model = classifier_on(layers, input_shape, num_classes, name=self.name)
+        kaiming_(model, nn.Conv2d, mode="fan_out")
+        return model
+
+
+@MODELS.register("resnet34")
+@settings
+class ResNet34(ResNet18):
+    """Four stages of 3, 4, 6 and 3 blocks.
+
+    Args:
+        width: channels of the first stage.
+
+    Example:
+        >>> build("resnet34:width=8", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    blocks = (3, 4, 6, 3)
 
 
 @MODELS.register("resnet20")
 @settings
-class ResNet20(_Residual):
-    """Three stages of three blocks, width 16.
+class ResNet20(ResNet18):
+    """Three stages of three blocks.
 
     Args:
-        width: channels of the first stage.
+        width: channels of the first stage. He et al.: 16.
 
     Example:
         >>> build("resnet20:width=8", input_shape=(3, 32, 32), num_classes=10)
@@ -79,7 +101,7 @@ class ResNet20(_Residual):
 
 @MODELS.register("resnet20-4")
 @settings
-class ResNet20x4(_Residual):
+class ResNet20x4(ResNet20):
     """ResNet20 with four times the width; ATS calls it ResNet20.
 
     Args:
@@ -89,37 +111,4 @@ class ResNet20x4(_Residual):
         >>> build("resnet20-4:width=8", input_shape=(3, 32, 32), num_classes=10)
     """
 
-    blocks = (3, 3, 3)
-    width: int = Field(default=64, ge=1)
-
-
-@MODELS.register("resnet18")
-@settings
-class ResNet18(_Residual):
-    """Four stages of two blocks, as in LODA and GGL.
-
-    Args:
-        width: channels of the first stage.
-
-    Example:
-        >>> build("resnet18:width=8", input_shape=(3, 32, 32), num_classes=10)
-    """
-
-    blocks = (2, 2, 2, 2)
-    width: int = Field(default=64, ge=1)
-
-
-@MODELS.register("resnet34")
-@settings
-class ResNet34(_Residual):
-    """Four stages of 3, 4, 6 and 3 blocks.
-
-    Args:
-        width: channels of the first stage.
-
-    Example:
-        >>> build("resnet34:width=8", input_shape=(3, 32, 32), num_classes=10)
-    """
-
-    blocks = (3, 4, 6, 3)
     width: int = Field(default=64, ge=1)
