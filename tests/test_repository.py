@@ -162,7 +162,6 @@ LONG_SIGNATURES = {
     "gradveil.cli.reproduce.command",
     "gradveil.cli.search.command",
     "gradveil.cli.train.command",
-    "gradveil.defenses.data.ats.search.search_policy",
 }
 
 

@@ -18,6 +18,7 @@ from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.randomness import generator
+from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.data.ats import search as ats_search
@@ -45,16 +46,20 @@ def module() -> torch.nn.Module:
     return build("convnet:width=2", input_shape=SHAPE, num_classes=4)
 
 
-def inputs(module: torch.nn.Module, images: Batch) -> Tensors:
-    fresh = ModelFunction(module).state()
-    trained = half_trained(module, blobs(80, 1), mean=MEAN, std=STD, search=Search(epochs=3))
-    tensors = {"images": images.x, "labels": images.y, "mean": MEAN, "std": STD, "classes": torch.tensor(4)}
+def task_of(module: torch.nn.Module, std: Tensor = STD) -> Task:
+    return Task(ModelFunction(module), SHAPE, 4, MEAN, std)
+
+
+def inputs(task: Task, images: Batch) -> Tensors:
+    fresh, trained = task.model.state(), half_trained(task, blobs(80, 1), Search(epochs=3))
+    tensors = {"images": images.x, "labels": images.y}
     return tensors | {f"fresh.{n}": t for n, t in fresh.items()} | {f"trained.{n}": t for n, t in trained.items()}
 
 
 @pytest.fixture(scope="module")
 def scorer(module: torch.nn.Module) -> Scorer:
-    return Scorer(module, inputs(module, blobs(6, 2)), Search(images=6, points=5, rounds=2))
+    task = task_of(module)
+    return Scorer(task, inputs(task, blobs(6, 2)), Search(images=6, points=5, rounds=2))
 
 
 def transformed(scorer: Scorer, text: str, draw: int) -> Tensor:
@@ -94,7 +99,7 @@ def test_the_half_trained_model_learns_from_cropped_and_flipped_images(monkeypat
     image, seen = blobs(1, 3), []
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 4))
     monkeypatch.setattr(torch.nn.Flatten, "forward", lambda _, x: (seen.append(x.detach()), x.flatten(1))[1])
-    half_trained(module, image, mean=MEAN, std=STD, search=Search(epochs=12, share=1.0))
+    half_trained(task_of(module), image, Search(epochs=12, share=1.0))
     padded = F.pad(image.x, (4, 4, 4, 4))
     crops = [padded[:, :, i : i + 16, j : j + 16] for i in range(9) for j in range(9)]
     allowed = [(crop - MEAN) / STD for c in crops for crop in (c, c.flip(3))]
@@ -143,9 +148,10 @@ def test_the_best_are_chosen_without_shared_functions() -> None:
 SMALL = Search(candidates=8, images=4, points=3, rounds=1, epochs=2)
 
 
-def run(module: torch.nn.Module, file: Path | None, **more: object) -> SearchResult:
-    common = {"mean": MEAN, "std": STD, "num_classes": 4, "search": SMALL, "file": file}
-    return search_policy(module, blobs(60, 3), blobs(20, 4), **{**common, **more})  # type: ignore[arg-type]
+def run(
+    module: torch.nn.Module, folder: Path | None, search: Search = SMALL, std: Tensor = STD, **more: object
+) -> SearchResult:
+    return search_policy(task_of(module, std), blobs(60, 3), blobs(20, 4), search, folder=folder, **more)  # type: ignore[arg-type]
 
 
 def test_a_stopped_search_goes_on_where_it_was(
@@ -158,26 +164,25 @@ def test_a_stopped_search_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(module, tmp_path / "p.json", progress=stop)
-    assert not (tmp_path / "p.json").exists()
+        run(module, tmp_path / "p.search", progress=stop)
     log = tmp_path / "p.search" / "scores.jsonl"
     with log.open("a") as file:
         file.write('{"policy": "1-')  # what a kill in the midst of writing leaves
     scored = []
     real = Scorer.__call__
     monkeypatch.setattr(Scorer, "__call__", lambda self, policy: scored.append(policy) or real(self, policy))
-    resumed = run(module, tmp_path / "p.json")
+    resumed = run(module, tmp_path / "p.search")
     assert len(scored) == 5 and resumed == whole
-    assert run(module, tmp_path / "p.json") == whole and len(scored) == 5
-    assert parse(f"ats:policy={tmp_path / 'p.json'}").policies() == whole.policies
+    assert run(module, tmp_path / "p.search") == whole and len(scored) == 5
+    assert parse(f"ats:policy={whole.policy}").policies() == whole.policies
     assert len(log.read_text().splitlines()) == 9 and {p.name for p in tmp_path.glob("**/.*")} <= {LOCK}
     with pytest.raises(UserError, match="another search"):
-        run(module, tmp_path / "p.json", std=torch.tensor([0.5]))
+        run(module, tmp_path / "p.search", std=torch.tensor([0.5]))
 
 
 def test_workers_find_the_same(module: torch.nn.Module, tmp_path: Path) -> None:
     alone = run(module, None)
-    together = run(module, tmp_path / "p.json", workers=2, model="convnet:width=2")
+    together = run(module, tmp_path / "p.search", workers=2, model="convnet:width=2")
     assert together.policies == alone.policies
     for a, b in zip(together.ranking, alone.ranking, strict=True):
         assert a.policy == b.policy and a.privacy == pytest.approx(b.privacy, abs=1e-5)
@@ -193,16 +198,16 @@ def test_a_worker_that_dies_takes_at_most_its_candidate_with_it(
     monkeypatch.setenv("MORTAL", str(tmp_path / "ends.json"))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     how = {"search": replace(SMALL, keep=1)}
-    found = run(module, tmp_path / "p.json", workers=2, model="search_models:mortal", **how)
+    found = run(module, tmp_path / "p.search", workers=2, model="search_models:mortal", **how)
     deaths = {name: (tmp_path / f"{name}.deaths").read_text().split() for name in ends}
     assert {name: len(pids) for name, pids in deaths.items()} == {best: 2, other: 1}
     assert len({pid for pids in deaths.values() for pid in pids}) == 3  # a second try has a new process
     (failed,) = found.failed
     assert write_policy((failed.policy,)) == best and "SIGKILL" in str(failed.failed)
     assert [score.policy for score in found.ranking] == whole[1:]
-    assert json.loads((tmp_path / "p.json").read_text())["candidates"]["failed"] == 1
+    assert found.plain()["candidates"] == {"scored": 7, "rejected": 0, "failed": 1}
     log = (tmp_path / "p.search" / "scores.jsonl").read_text().splitlines()
-    again = run(module, tmp_path / "p.json", **how)  # what failed is tried again, the rest is kept
+    again = run(module, tmp_path / "p.search", **how)  # what failed is tried again, the rest is kept
     assert [score.policy for score in again.ranking] == whole and not again.failed
     assert (tmp_path / "p.search" / "scores.jsonl").read_text().splitlines()[: len(log)] == log
     assert len(log) == 9
@@ -216,16 +221,16 @@ def test_when_no_candidate_can_be_scored_the_reason_is_told(
 
     monkeypatch.setattr(Scorer, "__call__", broken)
     with pytest.raises(UserError, match=r"8 could not be scored.*RuntimeError: not enough memory"):
-        run(module, tmp_path / "p.json")
+        run(module, tmp_path / "p.search")
 
 
 def test_a_worker_that_cannot_start_is_told(module: torch.nn.Module, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="could not start .*no_such_module"):
-        run(module, tmp_path / "p.json", model="no_such_module:net")
+        run(module, tmp_path / "p.search", model="no_such_module:net")
 
 
 def test_too_few_images(module: torch.nn.Module) -> None:
-    with pytest.raises(UserError, match="asks for 50 images"):
+    with pytest.raises(UserError, match="needs 50 images"):
         run(module, None, search=Search(images=50))
 
 
@@ -264,9 +269,9 @@ def test_shifting_hides_most_on_cifar() -> None:
     data = load("cifar10")
     module = build("convnet:width=4", input_shape=data.input_shape, num_classes=10)
     search = Search(images=6, points=7, epochs=4)
-    common = {"mean": data.mean, "std": data.std}
-    trained = half_trained(module, data.private, search=search, **common)
-    tensors = {"images": data.test.x[:6], "labels": data.test.y[:6], **common}
-    tensors |= {f"fresh.{n}": t for n, t in ModelFunction(module).state().items()}
-    scorer = Scorer(module, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
+    task = data.task(ModelFunction(module))
+    trained = half_trained(task, data.private, search)
+    tensors = {"images": data.test.x[:6], "labels": data.test.y[:6]}
+    tensors |= {f"fresh.{n}": t for n, t in task.model.state().items()}
+    scorer = Scorer(task, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
     assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))

@@ -18,8 +18,7 @@ from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
 from gradveil.models import MODELS, build
 
-NOT_YET = {"identification_rate", "summarize"}
-PUBLIC_FUNCTIONS = [n for n in metrics.__all__ if inspect.isfunction(getattr(metrics, n)) and n not in NOT_YET]
+PUBLIC_FUNCTIONS = [name for name in metrics.__all__ if inspect.isfunction(getattr(metrics, name))]
 
 
 def section(text: str, title: str) -> list[str]:

@@ -5,13 +5,17 @@ import torch
 
 from gradveil.core.results import ScoreRow, Statistic
 from gradveil.core.types import Batch
-from gradveil.metrics import clopper_pearson, mse, psnr, registry, score, score_all, ssim, summarize
+from gradveil.metrics import clopper_pearson, mse, psnr, registry, score_all, ssim, summarize
 
 
 @pytest.fixture(scope="module")
 def pool():
     x = torch.rand(500, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     return Batch(x, torch.arange(500) % 2)
+
+
+def score(truth, labels, reconstruction, **settings):
+    return score_all([truth], [labels], [reconstruction], **settings)[0]
 
 
 def noisy(x, level, seed=1):

@@ -91,9 +91,8 @@ def train_half(cache: Path | None) -> Tensors:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
-    how = ats_search.Search(epochs=6, share=0.9)
-    common = {"mean": torch.zeros(1), "std": torch.ones(1), "search": how}
-    return ats_search.half_trained(module, images(), **common, folder=cache)  # type: ignore[arg-type]
+    task = Task(ModelFunction(module), images().image_shape, 3, torch.zeros(1), torch.ones(1))
+    return ats_search.half_trained(task, images(), ats_search.Search(epochs=6, share=0.9), cache)
 
 
 ALL = [train_gan, train_extractor, train_evaluator, train_polish, train_half]

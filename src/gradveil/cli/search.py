@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -31,11 +32,13 @@ def command(
     import torch
 
     from gradveil.cli import one_line
+    from gradveil.core.gradients import ModelFunction
     from gradveil.core.settings import build
     from gradveil.data import load
     from gradveil.defenses.data.ats.search import Search, search_policy
     from gradveil.models import build as build_model
     from gradveil.processes.worker import cores
+    from gradveil.storage.files import write_json
 
     wanted = {"candidates": candidates, "images": images, "points": points, "seed": seed}
     search = build(Search, wanted, of="search")
@@ -55,22 +58,19 @@ def command(
 
         try:
             found = search_policy(
-                module,
+                found_data.task(ModelFunction(module)),
                 found_data.private,
                 found_data.test,
-                mean=found_data.mean,
-                std=found_data.std,
-                num_classes=classes,
-                search=search,
-                file=file,
+                search,
+                folder=file.with_suffix(".search"),
                 workers=cores() if workers is None else workers,
                 model=model,
-                about={"data": data, "model": model},
                 progress=show,
             )
         except KeyboardInterrupt:
             typer.echo("gradveil: stopped; the same command goes on from here", err=True)
             return 130
+    write_json(file, {**found.plain(), "found_on": {"data": data, "model": model}, "search": asdict(search)})
     if not quiet:
         best, median, none = (f"{value:.3f}" for value in (found.best, found.median, found.untransformed))
         typer.echo(f"{found.policy}: privacy score {best} (median {median}, untransformed {none}; lower is better)")

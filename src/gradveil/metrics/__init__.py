@@ -5,7 +5,7 @@ from gradveil.metrics.identification import Identification, clopper_pearson, ide
 from gradveil.metrics.matching import match
 from gradveil.metrics.perceptual import lpips, lpips_available, lpips_size
 from gradveil.metrics.pixel import mse, psnr
-from gradveil.metrics.scores import Scores, score, score_all, summarize
+from gradveil.metrics.scores import Scores, score_all, summarize
 from gradveil.metrics.structural import Window, ssim, ssim_window
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "match",
     "mse",
     "psnr",
-    "score",
     "score_all",
     "ssim",
     "ssim_window",

@@ -136,7 +136,13 @@ def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float,
 
 
 def identification_rate(identified: Tensor, chance: float, *, attacks: int = 1) -> Rate:
-    """The share identified with its interval, beside chance; the best of several attacks has as many chances."""
+    """The share of identified images with its exact interval, and the rate of guessing.
+
+    Args:
+        identified: n booleans.
+        chance: probability that one guess identifies an image.
+        attacks: number of attacks of which the best one was taken; chance is multiplied by it.
+    """
     hits, n = int(identified.sum()), len(identified)
     low, high = clopper_pearson(hits, n)
     return Rate(rate=hits / n, low=low, high=high, chance=min(1.0, chance * attacks))

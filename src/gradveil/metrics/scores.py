@@ -46,27 +46,6 @@ class Scores:
         return (self.ssim >= RECOGNISABLE) & ~self.failed
 
 
-def score(
-    truth: Tensor,
-    labels: Tensor,
-    reconstruction: Tensor,
-    *,
-    pool: Batch | None,
-    against: Against = "original",
-    lpips: Net | None = "alex",
-) -> Scores:
-    """The scores of one victim, after its images are matched.
-
-    Args:
-        truth, labels: the batch B × C × H × W, and B class numbers or B × classes.
-        reconstruction: images of the same shape, in any order.
-        pool: images from which distractors are drawn; None: no identification.
-        against: what `truth` is: the original images, those fed to the network, or a component of a mixture.
-        lpips: the network of LPIPS; None: not computed.
-    """
-    return score_all([truth], [labels], [reconstruction], pool=pool, against=against, lpips=lpips)[0]
-
-
 def score_all(
     truths: Sequence[Tensor] | Tensor,
     labels: Sequence[Tensor] | Tensor,
@@ -79,8 +58,11 @@ def score_all(
     """The scores of many victims. Each is matched alone, then all images are scored in one call per metric.
 
     Args:
-        truths, labels, reconstructions: one entry per victim, as for `score`.
-        pool, against, lpips: as for `score`.
+        truths, labels: per victim, a batch B × C × H × W, and B class numbers or B × classes.
+        reconstructions: per victim, images of the same shape, in any order.
+        pool: images from which distractors are drawn; None: no identification.
+        against: what `truths` are: the original images, those fed to the network, or components of mixtures.
+        lpips: the network of LPIPS; None: not computed.
     """
     finite = [r.detach().isfinite().flatten(1).all(dim=1).cpu() for r in reconstructions]
     guesses = [
@@ -121,9 +103,12 @@ def score_all(
 
 
 def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None, attacks: int = 1) -> ScoreRow:
-    """All images of all victims in one row. `attacks`: of how many each victim's worst was taken, for its chance.
+    """All images of all victims in one row. Failed images are in every average, as mid-grey, and counted.
 
-    Failed images are in every average, as mid-grey, and are counted under `failed`.
+    Args:
+        scores: one entry per victim.
+        label_accuracy: share of correctly inferred labels, if measured.
+        attacks: number of attacks of which the best one was taken per victim; chance is multiplied by it.
     """
     if not sum(len(s) for s in scores):
         raise ValueError("no scores to summarize")

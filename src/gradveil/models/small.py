@@ -32,11 +32,19 @@ class CNN(Network):
         return model
 
 
-class _Pooled(Network):
-    """Stages of a convolution, ReLU and pooling by two, then hidden ReLU layers."""
+@MODELS.register("bayes-cnn")
+@settings
+class BayesCNN(Network):
+    """The network of the Bayes-optimal attack (Balunović et al. 2022): two convolutions, a hidden layer of 100.
 
-    convolutions: ClassVar[tuple[tuple[int, int, int], ...]]  # channels, kernel and padding of each stage
-    hidden: ClassVar[tuple[int, ...]]
+    A stage is a convolution, ReLU and pooling by two.
+
+    Example:
+        >>> build("bayes-cnn", input_shape=(3, 32, 32), num_classes=10)
+    """
+
+    convolutions: ClassVar[tuple[tuple[int, int, int], ...]] = ((32, 3, 1), (64, 3, 1))  # channels, kernel, padding
+    hidden: ClassVar[tuple[int, ...]] = (100,)
     pool: ClassVar[type[nn.MaxPool2d | nn.AvgPool2d]] = nn.AvgPool2d
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
@@ -49,23 +57,9 @@ class _Pooled(Network):
         return classifier_on(layers, input_shape, num_classes, hidden=self.hidden, name=self.name)
 
 
-@MODELS.register("flower-cnn")
-@settings
-class FlowerCNN(_Pooled):
-    """The network of the PyTorch tutorial of Flower: two 5×5 convolutions with max-pooling, hidden layers of 120 and 84.
-
-    Example:
-        >>> build("flower-cnn", input_shape=(3, 32, 32), num_classes=10)
-    """
-
-    convolutions = ((6, 5, 0), (16, 5, 0))
-    hidden = (120, 84)
-    pool = nn.MaxPool2d
-
-
 @MODELS.register("convbig")
 @settings
-class ConvBig(_Pooled):
+class ConvBig(BayesCNN):
     """Balunović et al. 2022, on which they break Soteria: two convolutions, hidden layers of 2,000 and 1,000.
 
     The second kernel is 1×1 with padding 1 in the published code: images of 32 pixels become 5,184 features.
@@ -78,14 +72,15 @@ class ConvBig(_Pooled):
     hidden = (2000, 1000)
 
 
-@MODELS.register("bayes-cnn")
+@MODELS.register("flower-cnn")
 @settings
-class BayesCNN(_Pooled):
-    """The network of the Bayes-optimal attack (Balunović et al. 2022): two convolutions, a hidden layer of 100.
+class FlowerCNN(BayesCNN):
+    """The network of the PyTorch tutorial of Flower: two 5×5 convolutions with max-pooling, hidden layers of 120 and 84.
 
     Example:
-        >>> build("bayes-cnn", input_shape=(3, 32, 32), num_classes=10)
+        >>> build("flower-cnn", input_shape=(3, 32, 32), num_classes=10)
     """
 
-    convolutions = ((32, 3, 1), (64, 3, 1))
-    hidden = (100,)
+    convolutions = ((6, 5, 0), (16, 5, 0))
+    hidden = (120, 84)
+    pool = nn.MaxPool2d

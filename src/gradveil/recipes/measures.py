@@ -99,17 +99,14 @@ class HalfTrained:
         module = build(settings.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=self.seed)
         self.task = data.task(ModelFunction(module))
         search = Search(images=count, epochs=max(settings.epochs, 1), share=settings.share, seed=self.seed)
-        normalization = {"mean": data.mean, "std": data.std}
         untrained = self.state = self.task.model.state()
         if settings.epochs:
-            self.state = half_trained(
-                module, data.private, **normalization, search=search, folder=bench.cache, progress=bench.progress
-            )
+            self.state = half_trained(self.task, data.private, search, bench.cache, bench.progress)
         order = torch.randperm(len(data.test), generator=generator(self.seed, "ats-images"))
         scored, self.victims = data.test[order[:count]], data.test[order[count:][: settings.victims]]
-        tensors = {"images": scored.x, "labels": scored.hard_labels, **normalization}
+        tensors = {"images": scored.x, "labels": scored.hard_labels}
         tensors |= {f"fresh.{n}": t for n, t in untrained.items()} | {f"trained.{n}": t for n, t in self.state.items()}
-        self.scorer = Scorer(module, tensors, search)
+        self.scorer = Scorer(self.task, tensors, search)
 
     def observe(self, policy: Policy) -> tuple[Batch, list[Observation]]:
         """The victims as they were fed under a policy, and what a server sees of each."""

@@ -8,7 +8,6 @@ removed when the network is stored. A checkpoint that is damaged or was written 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gradveil.core.hashing import digest
 from gradveil.core.types import Tensors
 from gradveil.storage.files import read_tensors, remove_leftovers, room_for, write_tensors
 
@@ -99,13 +99,10 @@ def resumable(steps: int, checkpoint: Path | None, parts: Sequence[Part]) -> Ite
             saved = time.monotonic()
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def _save(checkpoint: Path, parts: Sequence[Part], done: int) -> None:
     tensors: Tensors = {}
     plain = json.dumps([done, [_packed(_state(part), str(i), tensors) for i, part in enumerate(parts)]])
-    write_tensors(checkpoint, tensors, {"state": plain, "sha256": _digest(plain, tensors)})
+    write_tensors(checkpoint, tensors, {"state": plain, "sha256": digest(plain, tensors)})
 
 
 def _restore(checkpoint: Path, parts: Sequence[Part], steps: int) -> int:
@@ -117,7 +114,7 @@ def _restore(checkpoint: Path, parts: Sequence[Part], steps: int) -> int:
         with safe_open(checkpoint, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        if metadata["sha256"] != _digest(metadata["state"], tensors):
+        if metadata["sha256"] != digest(metadata["state"], tensors):
             raise ValueError("damaged")
         done, states = json.loads(metadata["state"])
         if not 0 < done <= steps:
@@ -158,11 +155,3 @@ def _unpacked(value: object, tensors: Tensors) -> object:
             return tensors[value["tensor"]]
         return {key: _unpacked(item, tensors) for key, item in value["dict"]}
     return [_unpacked(item, tensors) for item in value] if isinstance(value, list) else value
-
-
-def _digest(plain: str, tensors: Tensors) -> str:
-    digest = hashlib.sha256(plain.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

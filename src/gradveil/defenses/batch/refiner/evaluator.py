@@ -7,13 +7,13 @@ as noise. So half of the images get other brightness and contrast, down to negat
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.core.hashing import digest
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Tensors
 from gradveil.defenses.base import Setup
@@ -52,7 +52,8 @@ class Evaluator(nn.Module):
 def evaluator_for(setup: Setup, epochs: int) -> Evaluator:
     """An evaluator trained on the images of the client; read from the cache if it was trained before."""
     images = setup.private.x[:IMAGES]
-    file = setup.cache / f"refiner-{_key(images, epochs, setup.seed)}.safetensors" if setup.cache else None
+    key = digest(f"{VERSION}/{epochs}/{setup.seed}", {"images": images})[:16]
+    file = setup.cache / f"refiner-{key}.safetensors" if setup.cache else None
     with seeded(setup.seed, "refiner-weights"):
         evaluator = Evaluator(images.shape[1])
     trained = trained_once(file, lambda partial: _train(evaluator, images, epochs, setup, partial))
@@ -90,8 +91,3 @@ def relight(images: Tensor, rng: torch.Generator) -> Tensor:
     contrast = (2 * sign - 1) * size
     darkest = position * (1 - contrast.abs()) + (-contrast).clamp_min(0)
     return torch.where(kept < 0.5, images, darkest + contrast * images)
-
-
-def _key(images: Tensor, epochs: int, seed: int) -> str:
-    facts = f"{VERSION}/{epochs}/{seed}/{tuple(images.shape)}".encode()
-    return hashlib.sha256(facts + images.contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -109,9 +109,6 @@ def transform(images: Tensor, policies: tuple[Policy, ...], draw: Draw, crop: in
     return result
 
 
-# -- policies as text --------------------------------------------------------------------------------------------------
-
-
 def parse_policies(text: str) -> tuple[Policy, ...]:
     """`3-1-7+43-18-18` as tuples of indices. Policies that are combined may not share a function (section 4.4)."""
     if not _POLICIES.fullmatch(text):

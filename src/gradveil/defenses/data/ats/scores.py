@@ -32,12 +32,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate's two scores; one that costs too much accuracy is not scored for privacy (Algorithm 1, line 4)."""
+    """The two scores of a candidate. One that costs too much accuracy has no privacy score (Algorithm 1, line 4)."""
 
     policy: Policy
     accuracy: float
     privacy: float | None
-    failed: str | None = None  # the reason why there are none
+    failed: str | None = None  # the reason where it could not be scored
 
     def plain(self) -> Json:
         named = {"policy": write_policy((self.policy,))}
@@ -60,8 +60,8 @@ class SearchResult:
     """The outcome of a search."""
 
     policies: tuple[Policy, ...]  # the best, no two of which share a function
-    ranking: tuple[Score, ...]  # every candidate that keeps its accuracy, best first
-    rejected: int  # candidates that do not
+    ranking: tuple[Score, ...]  # the candidates that keep the accuracy, best first
+    rejected: int  # number of candidates that do not
     untransformed: float  # the privacy score without any policy
     failed: tuple[Score, ...] = ()  # candidates that could not be scored in two tries
 
@@ -88,9 +88,9 @@ class SearchResult:
 
 
 class ScoreLog(Listener[Candidate, Json]):
-    """Scores as JSON lines, each on disk as soon as it is known. Half a line, left by a killed process, is cut off.
+    """Scores as JSON lines, each written to disk at once. An incomplete line of a killed process is removed.
 
-    What failed in an earlier run is to be tried again. `note` is called after every score.
+    Candidates that failed in an earlier run are tried again. `note` is called after every score.
     """
 
     def __init__(self, path: Path | None, key: str, note: Callable[[], None]):

@@ -68,9 +68,6 @@ def apply(images: Tensor, policy: Sequence[int], signs: Tensor) -> Tensor:
     return levels / 255
 
 
-# -- light -------------------------------------------------------------------------------------------------------------
-
-
 def _blend(dull: Tensor, levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
     """The enhancers of Pillow: away from a dull version of the image (factor 1 + m) or towards it (1 − m)."""
     factor = (1 + magnitude * sign.double()).float().view(-1, 1, 1, 1)
@@ -107,9 +104,6 @@ def _sharpness(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
     return _blend(smooth, levels, magnitude, sign)
 
 
-# -- levels ------------------------------------------------------------------------------------------------------------
-
-
 def _invert(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
     return 255 - levels
 
@@ -139,9 +133,6 @@ def _equalize(levels: Tensor, magnitude: float, sign: Tensor) -> Tensor:
     below = histogram.cumsum(2) - histogram
     table = ((step // 2 + below) // step.clamp_min(1)).clamp(max=255)
     return torch.where(step > 0, table.gather(2, flat), flat).view_as(levels).to(levels)
-
-
-# -- movements ---------------------------------------------------------------------------------------------------------
 
 
 def _either_way(levels: Tensor, sign: Tensor, move: Callable[[Tensor, float], Tensor]) -> Tensor:

@@ -7,7 +7,6 @@ LPIPS, read from `$GRADVEIL_DATA/lpips`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.hashing import digest
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors
@@ -127,11 +127,7 @@ def _trunk(path: Path) -> Tensors:
 def _trained(public: Batch, cache: Path | None, progress: Progress | None) -> Tensors:
     """Weights for these public images: from this process, from the cache, or trained now."""
     public = public[:MAX_IMAGES]
-    key = hashlib.sha256(repr((CONVOLUTIONS, STEPS, BATCH, RATE, SHIFTED)).encode())
-    for part in (public.x, public.hard_labels):
-        key.update(f"{tuple(part.shape)}".encode())
-        key.update(part.contiguous().numpy().tobytes())
-    name = key.hexdigest()[:24]
+    name = digest(repr((CONVOLUTIONS, STEPS, BATCH, RATE, SHIFTED)), {"x": public.x, "y": public.hard_labels})[:24]
     file = cache / f"extractor-{name}.safetensors" if cache else None
     if name not in _KEPT or (file and not file.exists()):
         _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, progress, partial))
