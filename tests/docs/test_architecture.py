@@ -15,11 +15,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradveil as gv
+from gradveil.cli import main
 
 ROOT = Path(gv.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
 BEFORE = 18  # files that a reader of an audit had to open in 0.1.0
 Step = tuple[str, str]  # file and function
+RECIPE = """
+title: A table
+common: {data: mnist-5k, model: lenet, victims: 2, knowledge: paper}
+audits: {a: {}}
+names: {IG: {cpu: "ig:steps=2", paper: ig}}
+cell: {audit: a, attack: IG}
+rows: {none: {defense: none}, pruned: {defense: "prune:ratio=0.9"}}
+columns: {PSNR: {metric: psnr}}
+published: {none: [50.0], pruned: [10.0]}
+claims: [{text: pruning hides the image, order: [pruned | PSNR, none | PSNR]}]
+"""
 
 
 def steps(title: str) -> list[Step]:
@@ -75,6 +87,13 @@ def test_a_captured_update(case: tuple, tmp_path: Path) -> None:
     save_file({name: p.grad for name, p in model.named_parameters()}, file := tmp_path / "update.safetensors")
     made = calls(lambda: gv.attack_update(file, model, (1, 12, 12), ["linear"]))
     assert first_missing(steps("One captured update"), made) is None
+
+
+def test_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    words = ["reproduce", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "out"), "--workers", "0"]
+    made = calls(lambda: main(words))
+    assert first_missing(steps("One recipe"), made) is None
 
 
 def test_every_walk_is_shorter_than_before() -> None:
