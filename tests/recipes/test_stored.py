@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.auditing.case import short_hash
+from gradveil.core.hashing import short_hash
 from gradveil.recipes.recipe import all_names, load
 from gradveil.recipes.result import RecipeResult
 from gradveil.recipes.run import run_recipe

@@ -127,6 +127,7 @@ class Attack:
     """Base class. Subclasses are `@settings` dataclasses registered with `@attack(name)`."""
 
     name: ClassVar[str] = ""
+    version: ClassVar[int] = 1  # raised when the results change
     needs: ClassVar[frozenset[str]] = frozenset()  # of: labels, public, secrets
     adaptive: ClassVar[bool] = False
     # What it can do where targets are no class numbers: nothing; work with any the loss takes; do without them.

@@ -12,11 +12,11 @@ registry: Registry[Attack] = Registry("attack", package="gradveil.attacks")
 
 
 def attack(
-    name: str, *, needs: set[str] | None = None, adaptive: bool = False, targets: Targets = "classes"
+    name: str, *, needs: set[str] | None = None, adaptive: bool = False, targets: Targets = "classes", version: int = 1
 ) -> Callable[[type], type]:
     """Register an attack under `name`; `needs` names the knowledge without which it cannot run, `targets` what it does
-    where targets are no class numbers (see `Attack.targets`)."""
-    return registry.register(name, needs=frozenset(needs or ()), adaptive=adaptive, targets=targets)
+    where targets are no class numbers (see `Attack.targets`). `version` is to be raised when the results change."""
+    return registry.register(name, needs=frozenset(needs or ()), adaptive=adaptive, targets=targets, version=version)
 
 
 def parse(text: str | Attack) -> Attack:

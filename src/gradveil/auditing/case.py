@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import inspect
-import json
 from collections import Counter
 from functools import cached_property
 from typing import Any
@@ -21,11 +18,15 @@ from gradveil.attacks.base import Attack
 from gradveil.auditing.spec import AuditSpec, written
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
+from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.core.losses import DEFAULT, check_loss, find_loss, loss_name
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses.base import Defense
+
+# To be raised when the results of every cell change: observation, client, labels, attack engine, training, scoring.
+PROTOCOL = 1
 
 # What makes two audits the same case: they may share a folder, and one resumes the other.
 TERMS = (
@@ -145,12 +146,12 @@ class Case:
     def data_hash(self) -> str:
         parts = (self.data.private, self.data.public, self.data.test)
         tensors = {f"{i}{n}": t for i, p in enumerate(parts) for n, t in (("x", p.x), ("y", p.y))}
-        return _digest({**tensors, "mean": self.data.mean, "std": self.data.std}, str(self.data.num_classes))
+        return digest(str(self.data.num_classes), {**tensors, "mean": self.data.mean, "std": self.data.std})
 
     @cached_property
     def model_hash(self) -> str:
-        kinds = dict.fromkeys(type(m) for m in self.server.modules())
-        return _digest(self.server.state_dict(), _layers(self.server), *(source_of(k) for k in kinds))
+        source = source_hash(self.spec.model, *{type(m): None for m in self.server.modules()})
+        return digest(f"{_layers(self.server)}\x1f{source}", self.server.state_dict())
 
     @property
     def names(self) -> dict[str, str]:
@@ -167,9 +168,9 @@ class Case:
 
     @cached_property
     def id(self) -> str:
-        """A short hash of all that the results of any cell rest on."""
-        facts = {**self.terms, "data": self.data_hash, "model": self.model_hash, "gradveil": __version__}
-        return short_hash(facts)
+        """A short hash of all that the results of any cell depend on."""
+        hashes = [self.data_hash, self.model_hash, source_hash(self.spec.loss, self.loss)]
+        return short_hash([self.terms, hashes, __version__, PROTOCOL])
 
 
 def pick_victims(labels: Tensor, victims: int, size: int, random: torch.Generator) -> Tensor:
@@ -189,37 +190,12 @@ def pick_victims(labels: Tensor, victims: int, size: int, random: torch.Generato
     return shuffled[order[:wanted]].view(victims, size)
 
 
-def short_hash(facts: Any) -> str:
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def source_of(kind: type) -> str:
-    """The source of a user's own class, so that a changed method is measured anew; ours are known by the version."""
-    if kind.__module__.partition(".")[0] in ("gradveil", "torch"):
-        return ""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into a console: there is no file to read
-        return kind.__qualname__
-
-
 def _layers(module: nn.Module) -> str:
     """Its repr; where a class of the user's has none, the kinds of its parts."""
     try:
         return repr(module)
     except Exception:
         return " ".join(f"{path}:{type(part).__qualname__}" for path, part in module.named_modules())
-
-
-def _digest(tensors: Tensors, *texts: str) -> str:
-    digest = hashlib.sha256("\x1f".join(texts).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        if tensor.numel():
-            flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _load(module: nn.Module, tensors: Tensors) -> None:

@@ -23,7 +23,7 @@ import torch
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import run_cell
 from gradveil.auditing.limits import Limits
-from gradveil.auditing.plan import Cell
+from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError, one_line
 from gradveil.processes.scheduler import Lost, OutOfMemory, Workers
@@ -31,7 +31,6 @@ from gradveil.storage.files import write_bytes
 from gradveil.storage.run_folder import RunFolder
 
 Files = dict[str, bytes]  # by path in the run folder
-_RETRIES = 3  # of a task whose node died, by Ray itself
 CPUS = 1  # per task
 NO_NODE_SECONDS = 60.0  # without a node that could take a task, after which the audit ends
 _POLL_SECONDS = 2.0  # between two looks at the nodes
@@ -61,9 +60,9 @@ class RayWorkers(Workers[Cell, None]):
     def __init__(self, address: str, case: Case, folder: RunFolder, limits: Limits):
         """Connect to the cluster at this address (`auto`: the cluster of this machine)."""
         self._ray = ray = _connect(address)
-        self._folder, self._limits, self._id = folder, limits, case.id
+        self._folder, self._limits = folder, limits
         self._spec = ray.put(case.spec.plain())
-        self._task = ray.remote(num_cpus=CPUS, max_retries=_RETRIES)(do_cell)
+        self._task = ray.remote(num_cpus=CPUS, max_retries=3)(do_cell)  # Ray's own, after a node died
         self._files: dict[str, object] = {}  # by key: the files of a cell are sent to the cluster once
         self._running: dict[object, Cell] = {}  # by reference to the task
         head = getattr(ray.get_runtime_context(), "gcs_address", "")
@@ -72,7 +71,7 @@ class RayWorkers(Workers[Cell, None]):
     def start(self, job: Cell, second_try: bool) -> None:
         needs = [self._sent(key) for key in job.needs]
         limits = (self._limits.memory, str(self._limits.device), second_try)
-        self._running[self._task.remote(self._spec, self._id, job.plain(), limits, *needs)] = job
+        self._running[self._task.remote(self._spec, job.plain(), limits, *needs)] = job
 
     def wait(self, progress: Callable[[Cell, int, int], None]) -> tuple[Cell, Lost | None]:
         node_seen = time.monotonic()
@@ -140,11 +139,13 @@ def _write(folder: RunFolder, files: Files) -> None:
 
 
 def do_cell(
-    spec: dict[str, object], case_id: str, cell: dict[str, object], limits: tuple[int | None, str, bool], *needs: Files
+    spec: dict[str, object], cell: dict[str, object], limits: tuple[int | None, str, bool], *needs: Files
 ) -> Files:
     """One cell in a private folder; returns the files that it wrote."""
     torch.set_num_threads(1)
-    case, todo = _case(json.dumps(spec), case_id), Cell.read(cell)
+    (case, keys), todo = _case(json.dumps(spec)), Cell.read(cell)
+    if todo.key not in keys:
+        raise UserError("its data, model, code or version of gradveil differs from those of the machine that asks.")
     memory, device, second_try = limits
     with tempfile.TemporaryDirectory(prefix="gradveil-") as name:
         folder = RunFolder(Path(name))
@@ -160,9 +161,7 @@ def do_cell(
 
 
 @lru_cache(maxsize=1)
-def _case(spec: str, expected: str) -> Case:
-    """The same case as at the other end. A node that has other data, another model or another version refuses."""
+def _case(spec: str) -> tuple[Case, set[str]]:
+    """The case, and the keys of its cells as this node would name them."""
     case = Case(make_spec(json.loads(spec)))
-    if case.id != expected:
-        raise UserError("its data, model or version of gradveil differs from those of the machine that asks.")
-    return case
+    return case, {cell.key for cell in make_plan(case)}

@@ -25,8 +25,6 @@ class Limits:
 
 
 NO_LIMITS = Limits()
-
-
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SHARE = 0.6  # of the machine's memory: the rest is for the models, the data and other programs
 _LEAST = 2**20

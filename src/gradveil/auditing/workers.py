@@ -12,9 +12,10 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.cells import run_cell
 from gradveil.auditing.cluster import RayWorkers
 from gradveil.auditing.limits import NO_LIMITS, Limits
-from gradveil.auditing.plan import Cell
+from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.spec import make_spec
+from gradveil.core.errors import UserError
 from gradveil.core.progress import Steps
 from gradveil.processes.scheduler import Listener, Perform, ThisProcess, Workers, run_jobs
 from gradveil.processes.worker import ProcessWorkers
@@ -67,7 +68,11 @@ class _CellListener(Listener[Cell, None]):
 
 
 def _performer(case: Case, folder: RunFolder, limits: Limits) -> Perform[Cell, None]:
+    keys = {cell.key for cell in make_plan(case)}
+
     def perform(cell: Cell, second_try: bool, progress: Steps) -> None:
+        if cell.key not in keys:
+            raise UserError("data, model or code has changed since the audit began; run it again.")
         run_cell(cell, case, folder, progress, replace(limits, second_try=second_try))
 
     return perform

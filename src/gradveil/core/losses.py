@@ -6,7 +6,6 @@ multi-label and regression ones one row of numbers per image.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError, one_line, shape_text, unknown
 from gradveil.core.gradients import Loss, cross_entropy
+from gradveil.core.hashing import short_hash, source_hash
 from gradveil.core.settings import load_object
 
 DEFAULT = "cross-entropy"
@@ -77,12 +77,8 @@ def loss_name(loss: str | Callable[..., Any]) -> str:
     if isinstance(loss, str):
         return loss.strip()
     kind = loss if inspect.isroutine(loss) or inspect.isclass(loss) else type(loss)
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into a console: there is no file to read
-        source = kind.__qualname__
     settings = "" if kind is loss else repr(loss)  # of a torch loss; a function's holds only its address
-    return f"{kind.__name__}@{hashlib.sha256((source + settings).encode()).hexdigest()[:8]}"
+    return f"{kind.__name__}@{short_hash([source_hash(kind), settings])[:8]}"
 
 
 def check_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> None:

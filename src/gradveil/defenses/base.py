@@ -80,6 +80,7 @@ class Defense:
     """Base class. Subclasses are `@settings` dataclasses registered with `@defense(name)`."""
 
     name: ClassVar[str] = ""
+    version: ClassVar[int] = 1  # raised when the results change
     counters: ClassVar[Sequence[str]] = ()  # the attacks that know this defense and are built to break it
     random: ClassVar[bool] = False  # whether two updates of one batch differ
 

@@ -11,9 +11,9 @@ from gradveil.defenses.base import Chain, Defense
 registry: Registry[Defense] = Registry("defense", package="gradveil.defenses")
 
 
-def defense(name: str, counters: Sequence[str] = (), random: bool = False) -> Callable[[type], type]:
-    """Register a defense under `name`; `counters` are the attacks that know it."""
-    return registry.register(name, counters=tuple(counters), random=random)
+def defense(name: str, counters: Sequence[str] = (), random: bool = False, version: int = 1) -> Callable[[type], type]:
+    """Register a defense under `name`; `counters` are the attacks that know it. Raise `version` when results change."""
+    return registry.register(name, counters=tuple(counters), random=random, version=version)
 
 
 def parse(text: str | Defense) -> Defense:

@@ -6,15 +6,14 @@ of the same round, so that one rename replaces all of it. `history.json` is writ
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.core.hashing import digest
 from gradveil.core.losses import DEFAULT
 from gradveil.core.types import Tensors
 from gradveil.federation.history import History
@@ -31,12 +30,13 @@ class Checkpoint:
 
     def __init__(self, folder: Path, federation: Federation, loss: str = DEFAULT):
         self.folder = folder
+        images = {"x": federation.images.x, "y": federation.images.y, "test": federation.data.test.y}
         self.configuration: dict[str, str | int | float | bool | None] = {
             **federation.plan.to_json(),
             "data": federation.data.name,
             "defense": federation.defense.spec,
-            "model": _digest(repr(federation.module), *federation.state.values()),
-            "images": _digest("", federation.images.x, federation.images.y, federation.data.test.y),
+            "model": digest(repr(federation.module), federation.state)[:16],
+            "images": digest("", images)[:16],
             **({"loss": loss} if loss != DEFAULT else {}),
         }
 
@@ -74,10 +74,3 @@ class Checkpoint:
                 raise UserError(
                     f"{self.folder} holds a training run with {difference}; repeat its options, or choose another folder."
                 )
-
-
-def _digest(text: str, *tensors: Tensor) -> str:
-    digest = hashlib.sha256(text.encode())
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

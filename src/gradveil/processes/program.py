@@ -1,7 +1,6 @@
 """The program of a worker process: reads jobs from its input, one JSON line each, does them, and writes the results.
 
-It ends when its input ends, so no worker outlives a parent that was killed. Nothing half-written is left, because
-files are renamed into place.
+It ends when its input ends, so no worker outlives a parent that was killed.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class ProcessWorkers(Workers[J, R]):
         return bool(self._idle) or len(self._working) < self._limit
 
     def start(self, job: J, second_try: bool) -> None:
-        """The process of a lost job has ended, so there is room for a fresh one."""
-        fresh = second_try or not self._idle
+        fresh = second_try or not self._idle  # the process of a lost job has ended and left room
         process = _Process(self._first, self._inbox) if fresh else self._idle.pop()
         self._working[process] = job
         process.send([self._encode(job), second_try])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError, shape_text
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.hashing import digest
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import Streams
 from gradveil.core.task import Task
@@ -242,11 +243,9 @@ def _normalisation(public: Batch | None, channels: int) -> tuple[Tensor, Tensor]
 
 def _key(method: Defense, originals: Originals, public: Batch | None, reproducible: int | None) -> str:
     """One key for one result."""
-    key = hashlib.sha256(f"{method.spec}\x1f{reproducible}\x1f{originals.class_names}\x1f{originals.files}".encode())
-    for batch in (originals.batch, public):
-        for part in (batch.x, batch.y) if batch else ():
-            key.update(f"{tuple(part.shape)}".encode() + part.numpy().tobytes())
-    return key.hexdigest()
+    tensors = {"x": originals.batch.x, "y": originals.batch.y}
+    tensors |= {"public x": public.x, "public y": public.y} if public else {}
+    return digest(repr((method.spec, reproducible, originals.class_names, originals.files)), tensors)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import torch
 from pydantic import JsonValue
 
 from gradveil import __version__
-from gradveil.auditing.case import Case, short_hash
+from gradveil.auditing.case import Case
 from gradveil.auditing.cells import one_thread
 from gradveil.auditing.limits import Limits, find_device, share_of_memory
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import Stopped, identity_of
+from gradveil.core.hashing import short_hash
 from gradveil.core.results import Record
 from gradveil.recipes import pictures
 from gradveil.recipes.audits import RecipeAudit, SharedFolder

@@ -8,7 +8,6 @@ near the private images.
 from __future__ import annotations
 
 import copy
-import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.core.hashing import digest
 from gradveil.core.progress import Steps
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors
 from gradveil.storage.resumable import resumable, trained_once
 
@@ -107,17 +107,12 @@ def generator_for(public: Batch, classes: int, cache: Path | None = None, progre
 
 def _key(public: Batch, classes: int) -> str:
     facts = (VERSION, LATENT, WIDTH, STEPS, CRITIC, BATCH, RATE, BETAS, PENALTY, AVERAGE, classes)
-    key = hashlib.sha256(repr((facts, tuple(public.x.shape))).encode())
-    key.update(public.x.cpu().contiguous().numpy().tobytes())
-    if classes:
-        key.update(public.y.cpu().contiguous().numpy().tobytes())
-    return key.hexdigest()[:24]
+    return digest(repr(facts), {"x": public.x, **({"y": public.y} if classes else {})})[:24]
 
 
 def _networks(public: Batch, classes: int) -> tuple[Generator, Critic]:
     channels, height, width = public.x.shape[1:]
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator(0, "gan-weights").initial_seed())
+    with seeded(0, "gan-weights"):
         return Generator((channels, height, width), classes), Critic((channels, height, width), classes)
 
 

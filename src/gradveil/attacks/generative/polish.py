@@ -6,13 +6,13 @@ and it is believed only where it lowers the error on public images that it was n
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.randomness import generator
+from gradveil.core.hashing import digest
+from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
 
@@ -51,15 +51,12 @@ def _network_for(decoded: Tensor, means: Tensor, truth: Tensor, cache: Path | No
 
 
 def _key(*pictures: Tensor) -> str:
-    key = hashlib.sha256(repr((VERSION, WIDTH, KERNEL, EPOCHS, BATCH, RATE, tuple(pictures[0].shape))).encode())
-    for part in pictures:
-        key.update(part.cpu().contiguous().numpy().tobytes())
-    return key.hexdigest()[:24]
+    tensors = {str(i): part for i, part in enumerate(pictures)}
+    return digest(repr((VERSION, WIDTH, KERNEL, EPOCHS, BATCH, RATE)), tensors)[:24]
 
 
 def _network(channels: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator("polish-weights").initial_seed())
+    with seeded("polish-weights"):
         network = nn.Sequential(
             nn.Conv2d(2 * channels, WIDTH, KERNEL, padding=KERNEL // 2),
             nn.ReLU(),
