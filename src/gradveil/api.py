@@ -49,10 +49,10 @@ def audit(
     what batched computations take.
     """
     named = {"data": data, "model": model, "defenses": defenses, "budget": budget}
-    given = {key: value for key, value in named.items() if value is not None} | more
+    settings = {key: value for key, value in named.items() if value is not None} | more
     if config is None or attacks != SUITE:
-        given["attacks"] = attacks
-    case = Case(make_spec(given) if config is None else read_spec(Path(config), **given))
+        settings["attacks"] = attacks
+    case = Case(make_spec(settings) if config is None else read_spec(Path(config), **settings))
     size = memory if memory is None or isinstance(memory, int) else parse_size(memory)
     folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if out is None else Path(out)
     display = display_on(Console(stderr=True), quiet)

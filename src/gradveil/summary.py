@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pydantic import ConfigDict, Field
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, Text
+from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, StorableText
 from gradveil.storage.run_folder import read_record
 
 SCHEMA: Final = 2
@@ -30,9 +30,9 @@ class CaseFacts(Record):
 
     model_config = ConfigDict(extra="allow")
 
-    data: Text
-    model: Text
-    loss: Text = "cross-entropy"
+    data: StorableText
+    model: StorableText
+    loss: StorableText = "cross-entropy"
     victims: int
     batch_size: int
     local_steps: int
@@ -45,20 +45,20 @@ class CaseFacts(Record):
     seed: int
     input_shape: tuple[int, int, int]
     num_classes: int
-    class_names: tuple[Text, ...]
+    class_names: tuple[StorableText, ...]
 
 
 class AttackRow(ScoreRow):
     """One attack on one defense, scored against one truth."""
 
-    spec: Text
+    spec: StorableText
     status: Status
     adaptive: bool  # it is built against this defense
     knowledge: str
     updates: int  # of each batch, as the server saw them
     seconds: float | None
     iterations: int | None
-    error: Text | None
+    error: StorableText | None
     cell: str  # key of the stored cell
 
     @property
@@ -71,7 +71,7 @@ class VictimWorst(Record):
 
     victim: int
     image: int
-    attack: Text
+    attack: StorableText
     psnr: float | None
     ssim: float | None
     identified: bool | None
@@ -100,12 +100,12 @@ class UtilityRow(Record):
 class DefenseRow(Record):
     """One defense: its verdict, what the attacks got, and what it costs."""
 
-    spec: Text
-    stage: tuple[Text, ...]
-    counter: tuple[Text, ...]  # attacks that are built to break it
-    scope: Text
+    spec: StorableText
+    stage: tuple[StorableText, ...]
+    counter: tuple[StorableText, ...]  # attacks that are built to break it
+    scope: StorableText
     verdict: Verdict | None  # None: no attack ran
-    warnings: tuple[Text, ...]
+    warnings: tuple[StorableText, ...]
     utility: UtilityRow | None
     gradient: GradientChange | None
     attacks: tuple[AttackRow, ...]
@@ -155,13 +155,13 @@ class Summary(Record):
 
     schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
     gradveil: str
-    suite: Text
-    command: Text | None  # None: the audit was of Python objects
-    scope: Text
+    suite: StorableText
+    command: StorableText | None  # None: the audit was of Python objects
+    scope: StorableText
     case: CaseFacts
-    granted: tuple[Text, ...]
-    not_tested: tuple[Text, ...]
-    warnings: tuple[Text, ...]
+    granted: tuple[StorableText, ...]
+    not_tested: tuple[StorableText, ...]
+    warnings: tuple[StorableText, ...]
     defenses: tuple[DefenseRow, ...]
     baseline: ScoreRow | None  # what an adversary gets with no update at all
 
@@ -173,11 +173,11 @@ class Summary(Record):
             raise UserError(
                 f"{folder} has no summary.json, so it is not a finished run; `gradveil audit --out DIR` makes one."
             )
-        found = read_record(file, _Version, "run the audit again").schema_version
-        if found != SCHEMA:
+        version = read_record(file, _Version, "run the audit again").schema_version
+        if version != SCHEMA:
             raise UserError(
-                f"{file} has schema {found}, this version reads schema {SCHEMA}. "
-                + ("Run the audit again." if found < SCHEMA else "Update gradveil.")
+                f"{file} has schema {version}, this version reads schema {SCHEMA}. "
+                + ("Run the audit again." if version < SCHEMA else "Update gradveil.")
             )
         return read_record(file, cls, "run the audit again")
 

@@ -15,7 +15,7 @@ from gradveil.report import chart
 from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import Summary
 
-Made = Callable[..., chart.Scatter]
+Made = Callable[..., chart.CostChart]
 Parsed = Callable[[dict[str, Any]], Summary]
 
 
@@ -24,7 +24,7 @@ def made(parsed: Parsed, summary: dict[str, Any]) -> Made:
     """Defenses by name, each with a rate and a cost (PDM in percent, or one minus the cosine)."""
     (template, *_) = summary["defenses"]
 
-    def make(points: dict[str, tuple[float, float]], utility: bool = True) -> chart.Scatter:
+    def make(points: dict[str, tuple[float, float]], utility: bool = True) -> chart.CostChart:
         summary["defenses"] = [
             {
                 **template,

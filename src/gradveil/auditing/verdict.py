@@ -13,7 +13,7 @@ from gradveil import __version__
 from gradveil import attacks as attack_methods
 from gradveil.auditing.case import Case
 from gradveil.auditing.plan import Cell, Plan, suite_name
-from gradveil.core.results import ImageScores, Place, ScoreRow, Statistic
+from gradveil.core.results import ImagePlace, ImageScores, ScoreRow, Statistic
 from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
@@ -129,7 +129,7 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
     """For every image the attack that got most of it. With several attacks each image had as many chances."""
     if not ran:
         return None
-    by_place: dict[Place, list[tuple[ImageScores, str]]] = {}
+    by_place: dict[ImagePlace, list[tuple[ImageScores, str]]] = {}
     for cell in ran:
         for image in cell.victims:
             by_place.setdefault(image.place, []).append((image, cell.attack))

@@ -19,7 +19,7 @@ def command(
     from gradveil.summary import Summary
 
     summary = Summary.read(run)
-    page = write_report(run, pictures)  # type: ignore[arg-type]
+    page = write_report(run, pictures)
     if not quiet:
         print_summary(summary, Console())
         typer.echo(f"\nReport: {page}")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 RECOGNISABLE = 0.6  # SSIM from which an image counts as rebuilt (Scheliga et al. 2022, PRECODE)
 Status = Literal["ok", "failed", "not applicable"]
 Against = Literal["original", "fed", "component"]
-Place = tuple[int, int]  # victim, and which image of its batch
+ImagePlace = tuple[int, int]  # victim, and which image of its batch
 
 
 def _storable(value: object) -> object:
@@ -20,7 +20,7 @@ def _storable(value: object) -> object:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-Text = Annotated[str, BeforeValidator(_storable)]
+StorableText = Annotated[str, BeforeValidator(_storable)]
 
 
 def finite(value: float) -> float | None:
@@ -107,7 +107,7 @@ class ImageScores(Record):
     label_guess: int | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ImagePlace:
         return self.victim, self.image
 
     @property

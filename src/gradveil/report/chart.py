@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from gradveil.core.results import Rate
 from gradveil.core.text import shorten
@@ -44,23 +45,29 @@ class Point:
     anchor: str = "start"
 
 
-@dataclass
-class Scatter:
-    x_title: str
-    x_note: str
+@dataclass(frozen=True)
+class Axes:
+    """The frame of a chart, in pixels."""
+
     x_ticks: list[Tick]
     y_ticks: list[Tick]
+    width: ClassVar = WIDTH
+    height: ClassVar = HEIGHT
+    left: ClassVar = LEFT
+    right: ClassVar = WIDTH - RIGHT
+    top: ClassVar = TOP
+    bottom: ClassVar = HEIGHT - BOTTOM
+
+
+@dataclass(frozen=True)
+class CostChart(Axes):
+    x_title: str
+    x_note: str
     points: list[Point]
     numbered: bool
     baseline: Tick | None
     by_loss: bool
-    missing: list[str] = field(default_factory=list)
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    top: int = TOP
-    bottom: int = HEIGHT - BOTTOM
+    missing: list[str]
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -79,7 +86,7 @@ def scale(domain: Sequence[float], start: float, end: float) -> Callable[[float]
     return lambda value: round(start + (value - low) / (high - low or 1) * (end - start), 2)
 
 
-def privacy_utility(summary: Summary) -> Scatter | None:
+def privacy_utility(summary: Summary) -> CostChart | None:
     """Leakage against cost: accuracy loss where it was measured, else how far the gradient was turned."""
     attacked = [(number, d, d.worst.identified) for number, d in enumerate(summary.defenses, 1) if d.worst]
     by_loss = any(d.loss is not None for _, d, _ in attacked if not d.control)
@@ -97,7 +104,7 @@ def privacy_utility(summary: Summary) -> Scatter | None:
         tip = f"{defense.spec}: {defense.judgement}; identified {rate_text(rate)}; {price}"
         points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip))
     base = summary.baseline.identified if summary.baseline else None
-    chart = Scatter(
+    chart = CostChart(
         x_title="accuracy loss (PDM, %)" if by_loss else "gradient cosine to the undefended update",
         x_note="how much of the undefended test accuracy is lost" if by_loss else "1 = the update is unchanged",
         x_ticks=[Tick(x(t), _tick(t, x_values) if by_loss else digits(1 - t, 2)) for t in x_values],
@@ -124,7 +131,7 @@ def _tick(value: float, all_values: Sequence[float]) -> str:
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}".replace("-", "−")
 
 
-def _label(chart: Scatter) -> None:
+def _label(chart: CostChart) -> None:
     """Name every point beside it; points on one spot share a label. No label covers another or a point."""
     clusters: list[list[Point]] = []
     for point in chart.points:
@@ -171,28 +178,20 @@ def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float,
 
 
 @dataclass(frozen=True)
-class Line:
+class AccuracyLine:
     name: str
     path: str  # the `points` of an SVG polyline
     last: float
 
 
 @dataclass(frozen=True)
-class Lines:
+class AccuracyChart(Axes):
     """Accuracy over rounds, one line per defense."""
 
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    lines: list[Line]
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    top: int = TOP
-    bottom: int = HEIGHT - BOTTOM
+    lines: list[AccuracyLine]
 
 
-def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Lines | None:
+def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> AccuracyChart | None:
     """Of these defenses, in their order; a folder may hold cells of other audits too."""
     histories = {cell.defense: cell.history.get("acc_test", ()) for cell in cells if cell.kind == "utility"}
     curves = {
@@ -207,9 +206,13 @@ def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Lin
     lowest, highest = (f(v for curve in curves.values() for _, v in curve) for f in (min, max))
     y_values = nice_ticks(lowest, highest)
     x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
-    lines = [Line(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()]
+    lines = [
+        AccuracyLine(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()
+    ]
     places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
-    return Lines([Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines)
+    return AccuracyChart(
+        [Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines
+    )
 
 
 @dataclass(frozen=True)

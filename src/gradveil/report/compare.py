@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImageScores, Place
+from gradveil.core.results import ImagePlace, ImageScores
 from gradveil.core.text import listing, plain, plural, shorten
 from gradveil.report import words
 from gradveil.report.intervals import interval
@@ -27,7 +27,7 @@ WORST = "worst of all"  # the row of a defense that takes the strongest attack o
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 
-ScoredImages = Mapping[Place, ImageScores]
+ScoredImages = Mapping[ImagePlace, ImageScores]
 Attacks = Mapping[str, ScoredImages]
 
 
@@ -168,7 +168,7 @@ class _Run:
         return cls(path, summary, terms, got)
 
     @property
-    def labels(self) -> dict[Place, int | None]:
+    def labels(self) -> dict[ImagePlace, int | None]:
         return {
             place: image.label
             for attacks in self.attacks.values()
@@ -274,7 +274,7 @@ def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]
         yield Change(metric, first, second, low, high, min(map(len, groups)))
 
 
-def _by_victim(values: Mapping[Place, float]) -> dict[int, float]:
+def _by_victim(values: Mapping[ImagePlace, float]) -> dict[int, float]:
     groups: dict[int, list[float]] = {}
     for (victim, _), value in values.items():
         groups.setdefault(victim, []).append(value)

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from markupsafe import Markup
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImageScores, Place
+from gradveil.core.results import ImagePlace, ImageScores
 from gradveil.report import chart, words
 from gradveil.report.page import page
 from gradveil.report.pictures import Pictures, Strip, attacked, collect, worst_of
@@ -71,14 +71,8 @@ class Gallery:
         return sum(bool(row.note) for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    value: str
-
-
-def write_report(run_dir: Path, pictures: PictureMode = "blurred") -> Path:
-    """Write `report.html` into a run's folder and return its path."""
+def write_report(run_dir: Path, pictures: str = "blurred") -> Path:
+    """Write `report.html` into a run's folder and return its path. `pictures`: none, blurred or shown."""
     if pictures not in get_args(PictureMode):
         raise UserError(f"pictures '{pictures}': choose one of {', '.join(get_args(PictureMode))}.")
     file = Path(run_dir) / "report.html"
@@ -86,7 +80,7 @@ def write_report(run_dir: Path, pictures: PictureMode = "blurred") -> Path:
     return file
 
 
-def render(run: RunFolder, pictures: PictureMode = "blurred") -> str:
+def render(run: RunFolder, pictures: str = "blurred") -> str:
     """The page as text. It depends on the folder alone, so that the same run gives the same page."""
     summary = Summary.read(run.path)
     shown = collect(run, summary) if pictures != "none" else Pictures()
@@ -193,7 +187,7 @@ def _tiles(strip: Strip, alt: str, shown: Pictures, many: bool) -> list[Tile | N
     ]
 
 
-def who(place: Place, many: bool) -> str:
+def who(place: ImagePlace, many: bool) -> str:
     return f"victim {place[0]}, image {place[1]}" if many else f"victim {place[0]}"
 
 
@@ -213,7 +207,7 @@ def objectives(run: RunFolder, summary: Summary) -> Iterator[tuple[DefenseRow, l
             yield defense, drawn
 
 
-def flatten(settings: Mapping[str, object], before: str = "") -> Iterator[Setting]:
+def flatten(settings: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
     """Nested settings as lines: `packages.torch`, its value."""
     for key, value in settings.items():
         name = f"{before}{key}"
@@ -221,7 +215,7 @@ def flatten(settings: Mapping[str, object], before: str = "") -> Iterator[Settin
             yield from flatten(value, f"{name}.")
         elif isinstance(value, (list, tuple)):
             more = f" … ({len(value)} in all)" if len(value) > LONG else ""
-            yield Setting(name, ", ".join(map(str, value[:LONG])) + more or words.NOTHING)
+            yield name, (", ".join(map(str, value[:LONG])) + more or words.NOTHING)
         else:
             text = f"{value:.6g}" if isinstance(value, float) else str(value)
-            yield Setting(name, words.NOTHING if value is None else text)
+            yield name, words.NOTHING if value is None else text

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImageScores, Place
+from gradveil.core.results import ImagePlace, ImageScores
 from gradveil.storage.run_folder import RunFolder, StoredCell
 from gradveil.summary import AttackRow, DefenseRow, Summary
 
@@ -38,8 +38,8 @@ class Strip:
 class Pictures:
     """All strips of a page. Every strip has one tile for each of `places`, in that order."""
 
-    places: list[Place] = field(default_factory=list)
-    first: set[Place] = field(default_factory=set)  # the tiles to show before the reader asks for more
+    places: list[ImagePlace] = field(default_factory=list)
+    first: set[ImagePlace] = field(default_factory=set)  # the tiles to show before the reader asks for more
     total: int = 0  # private images of the run, shown or not
     size: tuple[int, int] = (1, 1)  # of a tile: width, height
     scaled_from: tuple[int, int] | None = None
@@ -77,7 +77,7 @@ def collect(run: RunFolder, summary: Summary) -> Pictures:
     return pictures
 
 
-def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list[Place]) -> tuple[int, int]:
+def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list[ImagePlace]) -> tuple[int, int]:
     """How many tiles a strip may have, and how large, judged by a sample of them."""
     sample = ranked[:4]
     count, wanted = 1, min(len(ranked), MOST)
@@ -93,7 +93,7 @@ def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list
 def _encode(
     run: RunFolder,
     cells: Mapping[str, Sequence[StoredCell]],
-    places: list[Place],
+    places: list[ImagePlace],
     side: int,
     note: Callable[[str], None],
 ) -> Pictures:

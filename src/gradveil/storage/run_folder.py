@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from gradveil import __version__
 from gradveil.core.errors import UserError
-from gradveil.core.results import GradientChange, ImageScores, Place, Record, ScoreRow, Status, Text
+from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Status, StorableText
 from gradveil.core.types import Tensors
 from gradveil.storage.files import LOCK, alone_in, is_temporary, remove_leftovers, write_tensors, write_text
 
@@ -46,19 +46,19 @@ class Outcome(Record):
     """What a cell came to. Each kind of cell fills in its own fields."""
 
     status: Status = "ok"
-    error: Text | None = None
-    traceback: Text | None = None
+    error: StorableText | None = None
+    traceback: StorableText | None = None
     seconds: float | None = None
     rows: tuple[ScoreRow, ...] = ()  # attack, baseline
     victims: tuple[ImageScores, ...] = ()  # attack
     iterations: int | None = None  # attack
-    granted: tuple[Text, ...] = ()  # attack: what the adversary was told
+    granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims
     changes: tuple[GradientChange | None, ...] = ()  # observe: victim by victim
     zero_updates: int = 0  # observe
     broken_updates: int = 0  # observe: not finite
     history: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # attack, train, utility: curves
-    events: tuple[dict[str, int | Text | None], ...] = ()  # utility
+    events: tuple[dict[str, int | StorableText | None], ...] = ()  # utility
 
 
 class StoredCell(Outcome):
@@ -66,8 +66,8 @@ class StoredCell(Outcome):
 
     key: str
     kind: str
-    defense: Text
-    attack: Text
+    defense: StorableText
+    attack: StorableText
     tensors: str | None  # its file, within the folder
 
 
@@ -81,7 +81,7 @@ class Environment(Record):
     gradveil: str
     python: str
     packages: dict[str, str]
-    platform: Text
+    platform: StorableText
     cpus: int | None
     seconds: float = 0.0
 
@@ -242,7 +242,7 @@ class RunFolder:
     def tensors(self, key: str) -> Tensors:
         return load_file(self._tensor_file(key))
 
-    def images(self, key: str, name: str, places: Sequence[Place]) -> list[NDArray[np.floating] | None]:
+    def images(self, key: str, name: str, places: Sequence[ImagePlace]) -> list[NDArray[np.floating] | None]:
         """Some images (C × H × W) of a cell, without reading the rest; None for those that are not stored."""
         file = self._tensor_file(key)
         if not file.is_file():
