@@ -1,8 +1,9 @@
-"""What a defense is: settings, and the stages of an update's journey that it changes.
+"""A defense: settings, and the stages between an image and its update that the defense changes.
 
-`prepare` runs once per client; `model` changes the network both sides run; `data` acts once on a client's images; `batch`
-and `gradient` at every local step; `update` once on what leaves. Each is the identity unless a defense overrides it.
-A defense holds settings only: what it learns from private data is returned by `prepare` and kept by the client.
+`prepare` runs once per client. `model` changes the network that both sides run, `data` acts once on the images of a
+client, `batch` and `gradient` act at every local step, `update` acts once on the tensors that are sent. Each is the
+identity unless a defense overrides it. A defense holds settings only: `prepare` returns everything that depends on
+private data, and the client keeps it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ STAGES = ("model", "data", "batch", "gradient", "update")
 
 @dataclass
 class Setup:
-    """What a defense may use to prepare itself on a client."""
+    """What `prepare` of a defense may use on a client."""
 
     task: Task
     state: Tensors
     private: Batch
     public: Batch | None = None
     seed: int = 0
-    cache: Path | None = None  # a folder for what is costly to train and may be used again
+    cache: Path | None = None  # a folder for trained networks that can be used again
     progress: Callable[[str, int, int], None] | None = None
     rng: torch.Generator = field(default_factory=torch.Generator)
 
@@ -46,23 +47,23 @@ class Setup:
 
 @dataclass
 class Step:
-    """Where a stage finds itself: the model at its current weights, the batch, its own memory and random stream."""
+    """What a stage may use: the model at its current weights, the batch, the memory of the defense, a random stream."""
 
     task: Task
     state: Tensors
     batch: Batch  # pixels in [0, 1]
     rng: torch.Generator
-    memory: Any = None  # what this defense's `prepare` returned
+    memory: Any = None  # what `prepare` of this defense returned
     noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
-    secrets: Tensors = field(default_factory=dict)  # a defense writes here what the judge may know
-    before: Callable[[Batch], Batch] | None = None  # the data stages that a combination puts before this defense
+    secrets: Tensors = field(default_factory=dict)  # what a defense drew; realistic adversaries never see it
+    before: Callable[[Batch], Batch] | None = None  # the data stages of earlier defenses of a combination
 
     @property
     def model(self) -> ModelFunction:
         return self.task.model
 
     def protected(self, batch: Batch) -> Batch:
-        """Other images of the client as the defenses before this one would have it use them."""
+        """Other images of the client after the data stages of the earlier defenses."""
         return batch if self.before is None else self.before(batch)
 
     def remember(self, **rows: Tensor) -> None:
@@ -81,8 +82,8 @@ class Defense:
 
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1  # raised when the results change
-    counters: ClassVar[Sequence[str]] = ()  # the attacks that know this defense and are built to break it
-    random: ClassVar[bool] = False  # whether two updates of one batch differ
+    counters: Sequence[str] = ()  # names of the attacks that are built against this defense
+    random: bool = False  # whether two updates of one batch differ
 
     def prepare(self, setup: Setup) -> Any:
         return None
@@ -103,21 +104,21 @@ class Defense:
         return tensors
 
     def added_noise(self, examples: int) -> Noise | None:
-        """The noise on every entry of the update of so many images; None: it adds none of a known size."""
+        """The noise on every entry of the update of `examples` images; None: no noise of a known size."""
         return None
 
     def clip_norm(self, examples: int) -> float | None:
-        """The norm to which the update of so many images is scaled down as a whole; None: it is not."""
+        """The norm to which the whole update of `examples` images is scaled down; None: it is not scaled."""
         return None
 
     @property
     def parts(self) -> tuple[Defense, ...]:
-        """The single defenses a combination is made of."""
+        """The single defenses of a combination."""
         return (self,)
 
     @property
     def stages(self) -> list[str]:
-        """The stages this defense changes, in the journey's order."""
+        """The stages that this defense changes, in the order in which they run."""
         return [s for s in STAGES if any(getattr(type(p), s) is not getattr(Defense, s) for p in self.parts)]
 
     @property
@@ -125,9 +126,9 @@ class Defense:
         return "+".join(spec_of(p) for p in self.parts)
 
 
-def _data_stages(each: Sequence[tuple[Defense, Step]], batch: Batch) -> Batch:
-    for part, step in each:
-        # What they draw for other images is no secret of this batch.
+def _data_stages(steps: Sequence[tuple[Defense, Step]], batch: Batch) -> Batch:
+    for part, step in steps:
+        # Draws for other images are not secrets of this batch.
         batch = part.data(batch, replace(step, batch=batch, secrets={}))
     return batch
 
@@ -139,8 +140,8 @@ class Chain(Defense):
 
     def __init__(self, parts: Sequence[Defense]):
         self._parts = tuple(p for part in parts for p in part.parts)
-        self.counters = tuple(dict.fromkeys(c for p in self._parts for c in p.counters))  # type: ignore[misc]
-        self.random = any(p.random for p in self._parts)  # type: ignore[misc]
+        self.counters = tuple(dict.fromkeys(c for p in self._parts for c in p.counters))
+        self.random = any(p.random for p in self._parts)
 
     def __repr__(self) -> str:
         return f"Chain({self.spec!r})"
@@ -157,9 +158,9 @@ class Chain(Defense):
 
     def added_noise(self, examples: int) -> Noise | None:
         declared = [noise for p in self._parts if (noise := p.added_noise(examples)) is not None]
-        return (
-            declared[0] if len(declared) == 1 else Noise(math.hypot(*(n.std for n in declared))) if declared else None
-        )
+        if len(declared) < 2:
+            return declared[0] if declared else None
+        return Noise(math.hypot(*(noise.std for noise in declared)))
 
     def clip_norm(self, examples: int) -> float | None:
         return min((norm for p in self._parts if (norm := p.clip_norm(examples)) is not None), default=None)
@@ -173,30 +174,30 @@ class Chain(Defense):
         return module
 
     def data(self, batch: Batch, step: Step) -> Batch:
-        for part, own in self._each(step):
-            batch = part.data(batch, own)
+        for part, part_step in self._steps(step):
+            batch = part.data(batch, part_step)
         return batch
 
     def batch(self, batch: Batch, step: Step) -> Batch:
-        each = self._each(step)
-        for place, (part, own) in enumerate(each):
-            own.batch = batch  # as the part before left it
-            own.before = partial(_data_stages, each[:place])
-            batch = part.batch(batch, own)
+        steps = self._steps(step)
+        for i, (part, part_step) in enumerate(steps):
+            part_step.batch = batch  # after the earlier parts
+            part_step.before = partial(_data_stages, steps[:i])
+            batch = part.batch(batch, part_step)
         return batch
 
     def gradient(self, tensors: Tensors, step: Step) -> Tensors:
-        for part, own in self._each(step):
-            tensors = part.gradient(tensors, own)
+        for part, part_step in self._steps(step):
+            tensors = part.gradient(tensors, part_step)
         return tensors
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        for part, own in self._each(step):
-            tensors = part.update(tensors, own)
+        for part, part_step in self._steps(step):
+            tensors = part.update(tensors, part_step)
         return tensors
 
-    def _each(self, step: Step) -> list[tuple[Defense, Step]]:
-        """Each part with the same step but its own memory; the random stream and the secrets are shared."""
+    def _steps(self, step: Step) -> list[tuple[Defense, Step]]:
+        """Each part with the same step except its memory; the random stream and the secrets are shared."""
         memories = step.memory if step.memory is not None else [None] * len(self._parts)
         return [(part, replace(step, memory=m)) for part, m in zip(self._parts, memories, strict=True)]
 

@@ -3,7 +3,7 @@
 from gradveil.metrics.baseline import baseline
 from gradveil.metrics.identification import Identification, clopper_pearson, identification_rate, identify
 from gradveil.metrics.matching import match
-from gradveil.metrics.perceptual import lpips, lpips_available, lpips_size
+from gradveil.metrics.perceptual import lpips, lpips_size
 from gradveil.metrics.pixel import mse, psnr
 from gradveil.metrics.scores import Scores, score_all, summarize
 from gradveil.metrics.structural import Window, ssim, ssim_window
@@ -17,7 +17,6 @@ __all__ = [
     "identification_rate",
     "identify",
     "lpips",
-    "lpips_available",
     "lpips_size",
     "match",
     "mse",

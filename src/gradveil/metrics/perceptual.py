@@ -57,15 +57,6 @@ NETWORKS: dict[Net, FeatureNetwork] = {
 }
 
 
-def lpips_available(net: Net = "alex") -> bool:
-    """Whether the weights are installed.
-
-    Args:
-        net: `alex` or `vgg`.
-    """
-    return _files(net) is not None
-
-
 def lpips_size(height: int, width: int) -> tuple[int, int]:
     """The size at which images are compared; small images are enlarged so that the short side has 64 pixels.
 

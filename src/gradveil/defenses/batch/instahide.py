@@ -11,9 +11,8 @@ from torch import Tensor
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
-from gradveil.defenses.base import Defense, Setup, Step
+from gradveil.defenses import Defense, Setup, Step, defense
 from gradveil.defenses.batch.mixup import Partners, check_limits, different, dirichlet, mix, soft, within
-from gradveil.defenses.registry import defense
 
 PAIR = 0.3  # the smallest sum of the first two coefficients in the cross-dataset scheme
 
@@ -59,7 +58,7 @@ class InstaHide(Defense):
 
     def batch(self, batch: Batch, step: Step) -> Batch:
         if self.public:
-            mixing = within(lambda rows: _normal(rows, self.k, step.rng), len(batch), self.lower, self.upper, _paired)
+            mixing = within(lambda rows: _normal(rows, self.k, step.rng), len(batch), self.lower, self.upper, PAIR)
         else:
             mixing = within(lambda rows: dirichlet(rows, self.k, step.rng), len(batch), self.lower, self.upper)
         mixed = mix(batch, mixing, step.memory.draw(batch, self.k, step.rng), step.memory.data, step)
@@ -92,7 +91,3 @@ class Crossed:
 def _normal(rows: int, k: int, rng: torch.Generator) -> Tensor:
     size = torch.randn(rows, k, generator=rng).abs()
     return size / size.sum(dim=1, keepdim=True)
-
-
-def _paired(mixing: Tensor) -> Tensor:
-    return mixing[:, :2].sum(dim=1) >= PAIR

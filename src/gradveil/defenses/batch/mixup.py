@@ -14,8 +14,7 @@ from torch import Tensor
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
-from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Setup, Step, defense
 
 ITSELF = 3  # Dirichlet parameter of the image itself; that of its partners is 1
 TRIES = 10_000  # redraws before an error
@@ -104,18 +103,11 @@ def check_limits(name: str, k: int, lower: float, upper: float) -> None:
         raise UserError(f"{name}: {k} coefficients that sum to 1 need upper above {1 / k:.3g} and lower below it.")
 
 
-def within(
-    draw: Callable[[int], Tensor],
-    rows: int,
-    lower: float,
-    upper: float,
-    accept: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Rows of coefficients between the limits that `accept` accepts; other rows are drawn again."""
+def within(draw: Callable[[int], Tensor], rows: int, lower: float, upper: float, least_pair: float = 0.0) -> Tensor:
+    """Rows of coefficients between the limits, the first two of sum at least `least_pair`; others are drawn again."""
     drawn = draw(rows)
     for _ in range(TRIES):
-        bad = (drawn.amax(dim=1) > upper) | (drawn.amin(dim=1) < lower)
-        bad |= ~accept(drawn) if accept else False
+        bad = (drawn.amax(dim=1) > upper) | (drawn.amin(dim=1) < lower) | (drawn[:, :2].sum(dim=1) < least_pair)
         if not bad.any():
             return drawn
         drawn[bad] = draw(int(bad.sum()))

@@ -14,8 +14,7 @@ from gradveil.core.errors import UserError, shape_text
 from gradveil.core.losses import takes_classes
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
-from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Setup, Step, defense
 
 _ENTRIES = 2**26  # entries of per-sample gradients in memory at a time
 

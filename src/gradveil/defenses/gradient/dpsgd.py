@@ -12,8 +12,7 @@ from pydantic import Field
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Noise, Tensors
-from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Setup, Step, defense
 
 NOISE = 1.0  # multiplier where neither noise nor epsilon is set
 CHUNK = 1 << 26  # values of per-image gradients in memory at a time

@@ -10,8 +10,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Noise, Tensors
-from gradveil.defenses.base import Defense, Setup, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Setup, Step, defense
 
 
 @defense("graddefense", counters=["noise-likelihood"], random=True)

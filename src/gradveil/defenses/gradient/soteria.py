@@ -12,8 +12,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.layers import layer_inputs
 from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
-from gradveil.defenses.base import Defense, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Step, defense
 
 _CHUNK = 2**24  # entries of the Jacobian held at once
 

@@ -15,8 +15,7 @@ from gradveil.core.errors import UserError, unknown
 from gradveil.core.layers import layer_inputs
 from gradveil.core.randomness import seeded
 from gradveil.core.settings import settings
-from gradveil.defenses.base import Defense
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, defense
 
 
 class VariationalBottleneck(nn.Module):

@@ -13,8 +13,7 @@ from pydantic import Field
 
 from gradveil.core.settings import settings
 from gradveil.core.types import Noise, Tensors
-from gradveil.defenses.base import Defense, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Step, defense
 
 
 @defense("gaussian", counters=["noise-likelihood"], random=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gradveil.core.settings import settings
-from gradveil.defenses.base import Defense
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, defense
 
 
 @defense("none")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
-from gradveil.defenses.base import Defense, Step
-from gradveil.defenses.registry import defense
+from gradveil.defenses import Defense, Step, defense
 
 _BITS = {"int8": 8, "fp16": 16}
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
-from gradveil.defenses.base import Defense, Setup, Step
+from gradveil.defenses import Defense, Setup, Step, defense
 from gradveil.defenses.batch.refiner.evaluator import Evaluator, evaluator_for
-from gradveil.defenses.registry import defense
 
 _TINY = 1e-20
 

@@ -16,9 +16,8 @@ from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
-from gradveil.defenses.base import Defense, Step
+from gradveil.defenses import Defense, Step, defense
 from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
-from gradveil.defenses.registry import defense
 
 Policy = tuple[int, ...]
 LONGEST = 3  # functions in a policy at most

@@ -17,9 +17,8 @@ from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
-from gradveil.defenses.base import Defense, Setup, Step
+from gradveil.defenses import Defense, Setup, Step, defense
 from gradveil.defenses.data.loda.extractors import Extractor, extractor
-from gradveil.defenses.registry import defense
 
 BATCH = 128  # images obscured together; they do not interact, so this changes rounding only
 PAIRS = 256  # of public images, to measure the scale of the extractor
@@ -80,11 +79,7 @@ class Loda(Defense):
     round: bool = True
 
     def equip(
-        self,
-        public: Batch | None,
-        shape: Sequence[int],
-        cache: Path | None = None,
-        progress: Progress | None = None,
+        self, public: Batch | None, shape: Sequence[int], cache: Path | None = None, progress: Progress | None = None
     ) -> Memory:
         """Extractor, layers and c, computed from the public images alone."""
         if public is not None and not len(public):
