@@ -1,9 +1,10 @@
-"""Write docs/methods/: a card for every defense, with a picture of what it does to a few images and what it was measured at.
+"""Write docs/methods/: a page per defense, with its text, its settings, its effect on a few images, and its measurements.
 
     python benchmarks/method_cards.py --audit RUN [RUN …]
 
-`--audit` names folders of audits over the defenses (`gradveil audit … --out RUN`); their numbers, dates and commands
-stand on the cards. Nothing on a card is written by hand but the method's own docstring, which is its text.
+`--audit` names folders of audits over the defenses (`gradveil audit … --out RUN`); the pages show their numbers, dates
+and commands. All text comes from the docstring of the defense. `--text` writes only the text and the settings anew and
+keeps the rest of each page.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 import time
 from pathlib import Path
 
@@ -45,22 +47,26 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--audit", type=Path, nargs="+", default=[], help="folders of audits over the defenses")
     arguments.add_argument("--out", type=Path, default=Path("docs/methods"))
+    arguments.add_argument("--text", action="store_true", help="write only text and settings anew")
     arguments.add_argument("names", nargs="*", help="defenses; all without")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     summaries = [Summary.read(folder) for folder in given.audit]
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.names or [n for n in registry.names() if n != "none"]:
-        card(name, summaries, given.out)
+        if given.text:
+            page = given.out / f"{name}.md"
+            rest = page.read_text(encoding="utf-8").partition("## Cost")[2]
+            page.write_text("\n".join([*text(name), "## Cost"]) + rest, encoding="utf-8")
+        else:
+            card(name, summaries, given.out)
         print(given.out / f"{name}.md", flush=True)
 
 
 def card(name: str, summaries: list[Summary], out: Path) -> None:
     cls = registry[name]
-    module_text = inspect.cleandoc(inspect.getmodule(cls).__doc__ or "")  # type: ignore[union-attr]
-    picture, seconds, stages = effect(parse(name), out / f"{name}.png")
-    lines = [f"# {name}", "", inspect.cleandoc(cls.__doc__ or ""), "", f"Stage: {', '.join(stages) or 'none'}."]
-    lines += ["", module_text, "", "## Settings", "", *settings_table(cls), "", "## Cost", ""]
+    picture, seconds = effect(parse(name), out / f"{name}.png")
+    lines = [*text(name), "## Cost", ""]
     lines += [f"One round on one MNIST digit with LeNet at the default settings: {seconds:.2f} s on one core.", ""]
     if picture:
         lines += ["## What the network is fed", "", f"![originals above, what {name} feeds below]({name}.png)", ""]
@@ -73,16 +79,34 @@ def card(name: str, summaries: list[Summary], out: Path) -> None:
     (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def settings_table(cls: type[Defense]) -> list[str]:
+def text(name: str) -> list[str]:
+    """The head of a page: the docstring with its example, the stages, and the settings with their explanations."""
+    cls = registry[name]
+    about, _, example = inspect.cleandoc(cls.__doc__ or "").partition("\n\nExample:\n")
+    about, _, explained = about.partition("\n\nArgs:\n")
+    code = example.strip().removeprefix(">>> ")
+    lines = [f"# {name}", "", about, "", f"Stage: {', '.join(cls().stages) or 'none'}.", "", "```python", code, "```"]
+    return [*lines, "", "## Settings", "", *settings_table(cls, explanations(explained)), ""]
+
+
+def explanations(section: str) -> dict[str, str]:
+    """Setting → explanation, from the section `Args` of a docstring."""
+    joined = re.sub(r"\n {8}\s*", " ", section)  # an entry may go on in further lines
+    entries = [line.strip().partition(":") for line in joined.splitlines()]
+    return {name.strip(): meaning.strip() for names, _, meaning in entries for name in names.split(",")}
+
+
+def settings_table(cls: type[Defense], explained: dict[str, str]) -> list[str]:
     fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     if not fields:
         return ["None."]
-    rows = ["| setting | default | type |", "|---|---|---|"]
+    rows = ["| setting | default | type | meaning |", "|---|---|---|---|"]
     for field in fields:
         default = field.default
         if isinstance(default, FieldInfo):
             default = default.default
-        rows.append(f"| `{field.name}` | `{default}` | `{str(field.type).replace('|', 'or')}` |")
+        kind, meaning = (value.replace("|", "\\|") for value in (str(field.type), explained[field.name]))
+        rows.append(f"| `{field.name}` | `{default}` | `{kind}` | {meaning} |")
     return rows
 
 
@@ -115,8 +139,8 @@ def measured(name: str, summary: Summary) -> list[str]:
     return [*lines, "", f"Verdict: {', '.join(verdicts)}.", ""]
 
 
-def effect(defense: Defense, path: Path) -> tuple[bool, float, list[str]]:
-    """Draw originals above what the network is fed, where they differ; how long a round of one image takes."""
+def effect(defense: Defense, path: Path) -> tuple[bool, float]:
+    """Draw the originals above the images fed to the network, if they differ; and the seconds per round of one image."""
     from PIL import Image
 
     data = data_sets.load("mnist-5k", seed=0)
@@ -136,7 +160,7 @@ def effect(defense: Defense, path: Path) -> tuple[bool, float, list[str]]:
         sheet = torch.cat([torch.cat(list(rows[:, 0]), dim=1) for rows in (original, changed)])
         picture = Image.fromarray((sheet * 255).round().byte().numpy())
         picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.NEAREST).save(path)
-    return differs, seconds, defense.stages
+    return differs, seconds
 
 
 if __name__ == "__main__":
