@@ -42,14 +42,7 @@ LEVEL = {package: level for level, row in enumerate(ORDER) for package in row}
 WRONG_ORDER: set[str] = set()
 CYCLES: set[str] = set()
 DOUBLE_NAMES = {
-    "Engine",
-    "File",
-    "Folder",
     "Kind",
-    "Real",
-    "Text",
-    "Texts",
-    "Whole",
 }
 
 

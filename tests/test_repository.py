@@ -157,11 +157,6 @@ def module_name(path: Path) -> str:
 # Functions that still have more parameters. The list only shrinks.
 LONG_SIGNATURES = {
     "gradveil.api.audit",
-    "gradveil.cli.attack.command",
-    "gradveil.cli.audit.command",
-    "gradveil.cli.reproduce.command",
-    "gradveil.cli.search.command",
-    "gradveil.cli.train.command",
 }
 
 

@@ -33,8 +33,8 @@ from fuzz_updates import DATA, checkpoint, update, victim
 from record import record
 
 import gradveil as gv
-from gradveil.cli import one_line
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, one_line
+from gradveil.core.text import plain
 
 SECONDS = 60  # until an input counts as a hang
 READERS: dict[str, Callable[[Random, Path], Job]] = {
@@ -78,7 +78,7 @@ def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str
             job()
         kind, said = "result", ""
     except UserError as error:
-        kind, said = "refused", one_line(str(error))
+        kind, said = "refused", plain(one_line(error))
         if not said.isprintable() or not said:
             kind = "unclear"
     except Hang:

@@ -18,7 +18,7 @@ def test_a_plan_says_cells_iterations_and_time_and_runs_nothing(gradveil, tmp_pa
 
 def test_slips_are_told_in_a_line(gradveil) -> None:
     assert "did you mean 'loda/table1'" in gradveil("reproduce", "loda/tabel1")[2]
-    assert "no scale 'gpu'" in gradveil("reproduce", "loda/table1", "--scale", "gpu")[2]
+    assert "scale='gpu': input should be 'cpu' or 'paper'" in gradveil("reproduce", "loda/table1", "--scale", "gpu")[2]
     assert "such devices here" in gradveil("reproduce", "loda/table1", "--device", "cuda:9")[2]
     assert "name a recipe" in gradveil("reproduce")[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradveil.core.errors import UserError
-from gradveil.federation.plan import DCS2, FederationPlan
+from gradveil.federation import FederationPlan
 from gradveil.federation.schedules import schedule
 
 
@@ -19,19 +19,19 @@ def test_exponential() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds", "images", "rates"),
+    ("schedule", "rates"),
     [
-        ("mnist", 200, 200, {0: 0.01, 10: 0.01 * 0.99**10, 199: 0.01 * 0.99**199}),
-        ("cifar10", 50, 2000, {0: 0.01, 29: 0.01 * 0.99**29, 30: 0.001, 49: 0.001 * 0.99**19}),
-        ("celeba", 100, 500, {0: 0.001, 99: 0.001 * 0.99**99}),
-        ("tinyimagenet", 50, 2000, {0: 0.01, 49: 0.01}),
+        ("exponential:gamma=0.99", {0: 0.01, 10: 0.01 * 0.99**10, 199: 0.01 * 0.99**199}),
+        ("exponential:gamma=0.99,restart=30,drop=0.1", {0: 0.01, 29: 0.01 * 0.99**29, 30: 0.001, 49: 0.001 * 0.99**19}),
+        ("constant", {0: 0.01, 49: 0.01}),
     ],
 )
-def test_the_federations_of_dcs2(name: str, rounds: int, images: int, rates: dict[int, float]) -> None:
-    plan = DCS2[name]
-    assert (plan.rounds, plan.clients, plan.images_per_client, plan.num_defended) == (rounds, 10, images, 1)
+def test_the_learning_rates_of_dcs2(schedule: str, rates: dict[int, float]) -> None:
+    """MNIST and CelebA, CIFAR-10, TinyImageNet, as in the public code."""
+    plan = FederationPlan(rounds=200, lr=0.01, schedule=schedule)
     assert {r: plan.learning_rate(r) for r in rates} == pytest.approx(rates)
-    assert plan.local_training(0).momentum == 0.9
+    training = plan.local_training(10)
+    assert (training.lr, training.momentum, training.batch_size) == (plan.learning_rate(10), 0.9, 64)
 
 
 @pytest.mark.parametrize("text", ["cosine", "exponential:gamma=0", "exponential:gamma=2", "step:every=0"])

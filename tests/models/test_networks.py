@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from gradveil.cli.catalogue import first_line
+from gradveil.cli.list import first_line
 from gradveil.core.errors import UserError
 from gradveil.models import MODELS, build
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -26,10 +26,11 @@ from gradveil.core.gradients import ModelFunction
 from gradveil.core.losses import DEFAULT, find_loss, takes_classes
 from gradveil.core.notebook import figure, strip
 from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
+from gradveil.core.options import Option
 from gradveil.core.progress import Progress
 from gradveil.core.settings import first_error
 from gradveil.core.task import Task
-from gradveil.core.types import Level, LocalTraining, Shape, Tensors, Update
+from gradveil.core.types import LocalTraining, Shape, Tensors, Update
 from gradveil.storage.files import write_atomic, write_json, write_tensors
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
 
@@ -43,17 +44,19 @@ class CapturedSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     input_shape: Shape | None = Field(None, description="Shape of one image: C,H,W.")
-    num_classes: int | None = Field(None, strict=True, ge=1, le=10**6, description="Outputs of the model.")
-    mean: tuple[Number, ...] | None = Field(None, description="Normalisation: one value per channel, or one for all.")
-    std: tuple[Number, ...] | None = Field(None, description="Normalisation: one value per channel, or one for all.")
+    num_classes: Annotated[int | None, Option("classes")] = Field(
+        None, strict=True, ge=1, le=10**6, description="Outputs of the model."
+    )
+    mean: tuple[Number, ...] | None = Field(None, description="Of the pixels, one value per channel: 0.5,0.4,0.4.")
+    std: tuple[Number, ...] | None = Field(None, description="Of the pixels, one value per channel.")
     local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Local steps behind a weight delta.")
-    lr: float | None = Field(None, gt=0, lt=1e6, description="The client's learning rate, for a weight delta.")
-    batch_size: Size | None = Field(None, description="Images behind the update.")
-    labels: tuple[int, ...] | None = Field(None, description="Known labels: 3,7.")
-    loss: Any = Field(DEFAULT, description="cross-entropy, multi-label, regression, or pkg.mod:factory.")
+    lr: float | None = Field(None, gt=0, lt=1e6, description="Learning rate behind a weight delta.")
+    batch_size: Size | None = Field(None, description="Images behind the update. [of the file, or 1]")
+    labels: tuple[int, ...] | None = Field(None, description="Labels, if they are known: 3,7. [inferred]")
+    loss: Any = Field(DEFAULT, description="Name, or pkg.mod:factory.")
     before: Path | None = Field(None, description="Checkpoint of the round's start (safetensors).")
-    after: Path | None = Field(None, description="Checkpoint after the round, in place of the update.")
-    knowledge: Level = Field("realistic", description="realistic, or paper with known labels.")
+    after: Path | None = Field(None, description="Checkpoint after the round, in place of UPDATE.")
+    knowledge: Literal["realistic", "paper"] = Field("realistic", description="realistic, or paper with known labels.")
     budget: Budget = Field("standard", description="quick, standard or thorough.")
     seed: int = Field(0, ge=0, description="Seed of all randomness.")
 

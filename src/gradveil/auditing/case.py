@@ -28,23 +28,6 @@ from gradveil.defenses.base import Defense
 # To be raised when the results of every cell change: observation, client, labels, attack engine, training, scoring.
 PROTOCOL = 1
 
-# What makes two audits the same case: they may share a folder, and one resumes the other.
-TERMS = (
-    "data",
-    "model",
-    "num_classes",
-    "victims",
-    "batch_size",
-    "local_steps",
-    "local_lr",
-    "trained_rounds",
-    "trained_epochs",
-    "updates",
-    "knowledge",
-    "budget",
-    "seed",
-)
-
 
 class Case:
     """Built alike in every process from one spec; bad input raises `UserError` here, before anything is written."""
@@ -164,7 +147,7 @@ class Case:
 
     @cached_property
     def terms(self) -> dict[str, Any]:
-        return {name: getattr(self.spec, name) for name in TERMS} | self.names
+        return self.spec.terms() | self.names
 
     @cached_property
     def id(self) -> str:

@@ -1,9 +1,9 @@
-"""What an audit is asked to do: the options of the command line, the keys of a YAML file, the arguments of `audit`."""
+"""What an audit is asked to do. Each field is an option of the command line, a key in YAML and an argument of `audit`."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,15 +14,21 @@ from gradveil import attacks as attack_methods
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
 from gradveil.core.errors import UserError, shown, unknown
+from gradveil.core.gradients import Loss
 from gradveil.core.losses import DEFAULT
+from gradveil.core.options import Option, option_words
+from gradveil.core.settings import first_error
 from gradveil.core.types import Level
 from gradveil.defenses.base import Defense
 from gradveil.federation import FederationPlan
 
 SUITE = "standard"
 CONTROL = "none"
-# A first picture within three minutes on two cores: the oldest baselines, weak and strong, and what servers ask for.
+# A first overview within three minutes on two cores: the oldest baselines, weak and strong, and what servers ask for.
 FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
+
+# Marks a field in which audits of one case may differ: they share a folder, and one resumes the other.
+OUTSIDE_CASE = "outside the case"
 
 
 class UtilityTraining(BaseModel):
@@ -30,70 +36,76 @@ class UtilityTraining(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rounds: int = Field(20, ge=1)
-    clients: int = Field(10, ge=1)
-    images: int = Field(200, ge=1)  # of each client
-    model: str = "cnn"
-    lr: float = Field(0.05, gt=0)
-    defended: Literal["all"] | Annotated[int, Field(ge=1)] = "all"  # or how many clients: crafting defenses cost much
+    rounds: int = Field(20, ge=1, description="Rounds of that training.")
+    clients: int = Field(10, ge=1, description="Its clients.")
+    images: int = Field(200, ge=1, description="Images per client.")
+    model: str = Field("cnn", description="Its model.")
+    lr: float = Field(0.05, gt=0, description="Its learning rate.")
+    # Defenses that craft images cost much.
+    defended: Literal["all"] | Annotated[int, Field(ge=1)] = Field("all", description="all, or how many clients.")
 
     def plan(self, available: int, seed: int) -> FederationPlan:
         """As many clients and images as asked for, or as `available` images allow."""
         clients = min(self.clients, available)
         images = min(self.images, available // clients)
         return FederationPlan(
-            rounds=self.rounds,
-            clients=clients,
-            images_per_client=images,
-            lr=self.lr,
-            defended=self.defended,
-            seed=seed,
+            rounds=self.rounds, clients=clients, images_per_client=images, lr=self.lr, defended=self.defended, seed=seed
         )
 
 
 class AuditSpec(BaseModel):
-    """One audit. `data` and `model` may be Python objects; so may defenses and attacks."""
+    """One audit. Data, model, loss, defenses and attacks may be Python objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    data: Any = "mnist-5k"
-    model: Any = "lenet"
-    loss: Any = DEFAULT  # or multi-label, regression, pkg.mod:factory, a function of (outputs, targets)
-    defenses: tuple[str | Defense, ...] = Field((), validate_default=True)
-    attacks: tuple[str | Attack, ...] = Field((SUITE,), validate_default=True)
-    victims: int = Field(8, ge=1)
-    batch_size: int = Field(1, ge=1)
-    local_steps: int = Field(1, ge=1)  # more than one: the weight delta of so many full-batch SGD steps is sent
-    local_lr: float = Field(0.01, gt=0)
-    trained_rounds: int = Field(0, ge=0)
-    trained_epochs: int = Field(0, ge=0)
+    data: Any = Field("mnist-5k", description="Name, path, or pkg.mod:factory.")
+    model: Any = Field("lenet", description="Name, or pkg.mod:factory.")
+    loss: Annotated[str | Loss, OUTSIDE_CASE] = Field(DEFAULT, description="Name, or pkg.mod:factory.")
+    defenses: Annotated[tuple[str | Defense, ...], Option("defense"), OUTSIDE_CASE] = Field(
+        (), validate_default=True, description="name:key=value,…; + combines; repeat. [a few]"
+    )
+    attacks: Annotated[tuple[str | Attack, ...], Option("attack"), OUTSIDE_CASE] = Field(
+        (SUITE,), validate_default=True, description="name:key=value,… or the suite; repeat."
+    )
+    victims: int = Field(8, ge=1, description="Private batches that are attacked.")
+    batch_size: int = Field(1, ge=1, description="Images in a batch.")
+    local_steps: int = Field(1, ge=1, description="SGD steps per update. [1: a gradient]")
+    local_lr: float = Field(0.01, gt=0, description="Learning rate of local steps.")
+    trained_rounds: int = Field(0, ge=0, description="Federated rounds that trained the model.")
+    trained_epochs: int = Field(0, ge=0, description="Central epochs that trained the model.")
     knowledge: Level = "realistic"
     budget: Budget = "quick"
-    seed: int = Field(0, ge=0)
-    updates: int = Field(1, ge=1)  # of the same batch, as the server sees them
-    num_classes: int | None = Field(None, ge=2)
-    utility: UtilityTraining | None = None
-    pictures: Literal["none", "blurred", "shown"] = "blurred"
+    seed: int = Field(0, ge=0, description="Seed of all randomness.")
+    updates: int = Field(1, ge=1, description="Updates of a batch that the server sees.")
+    num_classes: Annotated[int | None, Option("classes")] = Field(
+        None, ge=2, description="Number of classes. [from the data]"
+    )
+    utility: Annotated[UtilityTraining | None, OUTSIDE_CASE] = Field(
+        None, description="Train under each defense to see its cost."
+    )
+    pictures: Annotated[Literal["none", "blurred", "shown"], OUTSIDE_CASE] = Field(
+        "blurred", description="none (not stored), blurred or shown."
+    )
 
     @field_validator("data", "model", mode="before")
     @classmethod
-    def _plain(cls, value: Any) -> Any:
+    def _path_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, Path) else value
 
     @field_validator("defenses", mode="before")
     @classmethod
-    def _defenses(cls, value: Any) -> tuple[str | Defense, ...]:
-        given = _several(value) or [d for d in FIRST if d.partition(":")[0] in defense_methods.registry]
-        return _distinct([CONTROL, *given], lambda d: defense_methods.parse(d).spec)
+    def _defenses(cls, value: object) -> tuple[str | Defense, ...]:
+        chosen = _as_list(value) or [d for d in FIRST if d.partition(":")[0] in defense_methods.registry]
+        return _distinct([CONTROL, *chosen], lambda d: defense_methods.parse(d).spec)
 
     @field_validator("attacks", mode="before")
     @classmethod
-    def _attacks(cls, value: Any) -> tuple[str | Attack, ...]:
-        return _distinct(_several(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a).spec)
+    def _attacks(cls, value: object) -> tuple[str | Attack, ...]:
+        return _distinct(_as_list(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a).spec)
 
     @field_validator("utility", mode="before")
     @classmethod
-    def _utility(cls, value: Any) -> Any:
+    def _utility(cls, value: object) -> object:
         return ({} if value else None) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -104,52 +116,42 @@ class AuditSpec(BaseModel):
 
     @property
     def in_words(self) -> bool:
-        """Whether all of it is text, so that another process can be told what to do."""
+        """Whether all of it is text, so that it can be sent to another process."""
         return all(isinstance(part, str) for part in (self.data, self.model, self.loss, *self.defenses, *self.attacks))
 
-    def plain(self, **names: str) -> dict[str, Any]:
-        """As YAML holds it; `names` stand for the objects that have no text of their own."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields} | names
+    def terms(self) -> dict[str, object]:
+        """The settings that make two audits the same case."""
+        fields = type(self).model_fields
+        return {name: getattr(self, name) for name, field in fields.items() if OUTSIDE_CASE not in field.metadata}
+
+    def plain(self, **names: str) -> dict[str, object]:
+        """As YAML holds it; `names` replace objects that have no text."""
+        values: dict[str, object] = {name: getattr(self, name) for name in type(self).model_fields} | names
         values["defenses"] = [written(d) for d in self.defenses]
         values["attacks"] = [written(a) for a in self.attacks]
         values["utility"] = self.utility.model_dump() if self.utility else False
         return values
 
     def command(self) -> str | None:
-        """The command line of this audit, if there is one."""
-        if not self.in_words:
-            return None
-        words = ["gradveil", "audit"]
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            option = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
-            if name in ("defenses", "attacks"):
-                default = getattr(AuditSpec(), name)
-                words += [w for v in value for w in (option[:-1], v)] if value != default else []
-            elif name == "utility":
-                words += [option] if value else []
-            elif value != field.default:
-                words += [option, str(value)]
-        return shlex.join(words)
+        """The command line of this audit; None where it holds Python objects."""
+        return shlex.join(["gradveil", "audit", *option_words(self)]) if self.in_words else None
 
 
 def written(method: str | Defense | Attack) -> str:
     return method if isinstance(method, str) else method.spec
 
 
-def make_spec(values: dict[str, Any]) -> AuditSpec:
-    """A checked spec, or one line on what does not fit."""
-    _check_keys(values)
+def make_spec(values: Mapping[str, object], cls: type[AuditSpec] = AuditSpec) -> AuditSpec:
+    """A checked spec; what does not fit raises one line."""
+    _check_keys(values, cls)
     try:
-        return AuditSpec.model_validate(values)
+        return cls.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}={shown(first['input'])}: {first['msg'].lower()}.") from None
+        raise UserError(first_error(error)) from None
 
 
-def read_spec(file: Path, **given: Any) -> AuditSpec:
-    """The spec of a YAML file; what is `given` beside it goes before."""
+def read_spec(file: Path, cls: type[AuditSpec] = AuditSpec, **above: object) -> AuditSpec:
+    """The spec of a YAML file; the settings `above` replace its own."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -157,34 +159,32 @@ def read_spec(file: Path, **given: Any) -> AuditSpec:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(values, dict):
-        raise UserError(f"{file}: an audit is written as `key: value` lines; there are: {_fields()}.")
+        raise UserError(f"{file}: an audit is written as `key: value` lines; there are: {', '.join(cls.model_fields)}.")
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    _check_keys(values, f"{file}: ")
-    return make_spec(values | given)
+    _check_keys(values, cls, f"{file}: ")
+    for key, value in above.items():
+        below = values.get(key)
+        values[key] = {**below, **value} if isinstance(value, dict) and isinstance(below, dict) else value
+    return make_spec(values, cls)
 
 
-def _check_keys(values: Iterable[str], where: str = "") -> None:
+def _check_keys(values: Iterable[str], cls: type[AuditSpec], where: str = "") -> None:
+    names = cls.model_fields
     for key in values:
-        if key not in AuditSpec.model_fields:
-            raise UserError(
-                where + str(unknown("setting", key, AuditSpec.model_fields, hint=f"There are: {_fields()}."))
-            )
+        if key not in names:
+            raise UserError(where + str(unknown("setting", key, names, hint=f"There are: {', '.join(names)}.")))
 
 
-def _fields() -> str:
-    return ", ".join(AuditSpec.model_fields)
-
-
-def _several(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     """One or many, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def _distinct(methods: list[Any], meaning: Callable[[Any], str]) -> tuple[Any, ...]:
+def _distinct(methods: Iterable[object], meaning: Callable[[Any], str]) -> tuple[Any, ...]:
     """Each method once, as it was first written, whatever its spelling."""
-    first: dict[str, Any] = {}
+    first: dict[str, object] = {}
     for method in methods:
         if not isinstance(method, (str, Defense, Attack)):
             raise UserError(f"{shown(method)} is no method; write name or name:key=value,key=value.")

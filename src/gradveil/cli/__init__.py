@@ -1,23 +1,63 @@
-"""The command line. A command is a file in this folder with a function `command`, and its name in the list below."""
+"""The command line. A command is a file in this folder with a function `command`, and a line in the table below.
+
+A file is imported when its command is called, so that `gradveil --help` needs neither torch nor any method.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
+import typer.core
 
 from gradveil import __version__
 from gradveil.core.errors import UserError
-from gradveil.storage.files import no_space
+from gradveil.core.text import plain
 
-COMMANDS = ("audit", "attack", "protect", "search", "train", "report", "compare", "reproduce", "list", "show")
+if TYPE_CHECKING:
+    import click
+
+COMMANDS = {
+    "audit": "Attack the updates of a model under each defense; report leaks.",
+    "attack": "Rebuild the images behind a captured update.",
+    "protect": "Write a protected copy of an image data set.",
+    "search": "Search an ATS policy for a data set and a model.",
+    "train": "Train a model in a federation whose clients are defended.",
+    "report": "Write the report of a run again.",
+    "compare": "Compare two runs.",
+    "reproduce": "Run a table or figure of a paper, and say which claims hold.",
+    "list": "List attacks, defenses, models, data sets or recipes.",
+    "show": "Show a method: its idea, its settings with bounds, an example.",
+}
 
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(name="gradveil", rich_markup_mode=None)
+typer.core.HAS_RICH = False  # help is plain text: with rich, typer writes a backslash before every bracket
+
+
+class _Commands(typer.core.TyperGroup):
+    """Finds a command by its file."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        from gradveil.cli.options import parser_of
+
+        return parser_of(importlib.import_module(f"gradveil.cli.{cmd_name}").command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
+
+
+app = typer.Typer(name="gradveil", cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def _version(wanted: bool) -> None:
@@ -36,32 +76,25 @@ def _root(
         typer.echo(context.get_help())
 
 
-for _name in COMMANDS:
-    app.command(_name)(importlib.import_module(f"gradveil.cli.{_name}").command)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C."""
     try:
         # Not list(…): in this package that name is a command.
-        given = None if arguments is None else [*arguments]
-        code = app(args=given, prog_name="gradveil", standalone_mode=False)
+        words = None if arguments is None else [*arguments]
+        code = app(args=words, prog_name="gradveil", standalone_mode=False)
     except UserError as error:
-        return _tell(str(error))
+        return _refuse(str(error))
     except OSError as error:
+        from gradveil.storage.files import no_space
+
         if not no_space(error):
             raise
-        return _tell("no space left on the disk; what is finished is kept, and the same command goes on from it.")
+        return _refuse("no space left on the disk; what is finished is kept, and the same command resumes.")
     except _USAGE_ERROR as error:
-        return _tell(getattr(error, "format_message", error.__str__)())
+        return _refuse(getattr(error, "format_message", error.__str__)())
     return code if isinstance(code, int) else 0
 
 
-def one_line(text: str) -> str:
-    """Text from anywhere as a single line: what could steer a terminal is written out instead."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
-
-
-def _tell(text: str) -> int:
-    print("gradveil:", one_line(text), file=sys.stderr)
+def _refuse(text: str) -> int:
+    print("gradveil:", plain(" ".join(text.split())), file=sys.stderr)
     return 2

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated
 
 import typer
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from gradveil.recipes.recipe import Recipe, Scale
+from gradveil.auditing.limits import find_device
+from gradveil.auditing.progress import display_on
+from gradveil.auditing.run import Stopped
+from gradveil.cli.options import Quiet
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.core.text import plural
+from gradveil.recipes import Recipe, Scale, load, names, pages
+from gradveil.recipes.plan import make_plan
+from gradveil.recipes.recipe import PAPERS, all_names
+from gradveil.recipes.run import run_recipe
+from gradveil.report.words import seconds_text
 
-Names = Optional[list[str]]  # noqa: UP045 - typer reads it on Python 3.10 too
-Folder = Optional[Path]  # noqa: UP045
+
+@settings
+class Reproduction:
+    """At which scale recipes run, and where."""
+
+    scale: Scale = Field(default="cpu", description="cpu (small), or paper (its settings).")
+    out: Path = Field(default=Path("runs/papers"), description="Folder of all cells; resumes.")
+    docs: Path | None = Field(default=None, description="Write the pages of all results there.")
+    device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
+    workers: int = Field(default=0, ge=0, description="Processes; 0: this one alone.")
 
 
 def command(
-    name: Annotated[Names, typer.Argument(help="Recipes, as precode/table1; a paper, as precode; or all.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Argument(help="Recipes (precode/table1), papers (precode), or all.")
+    ] = None,
+    *,
+    reproduction: Reproduction,
     listed: Annotated[bool, typer.Option("--list", help="Show every recipe and stop.")] = False,
-    scale: Annotated[str, typer.Option(help="cpu: small nets, few images; paper: the published settings.")] = "cpu",
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done and about how long, and stop.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of all cells; the same command resumes.")] = Path("runs/papers"),
-    docs: Annotated[Folder, typer.Option(help="Write the pages of all results in --out there.")] = None,
-    device: Annotated[str, typer.Option(help="Where attacks run: cpu, cuda, cuda:1 or mps.")] = "cpu",
-    workers: Annotated[int, typer.Option(help="Processes; 0: this one alone.", min=0)] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the work and an estimate, and stop.")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Run a table or figure of a paper, and say which of its claims hold here.
 
@@ -31,30 +51,17 @@ def command(
 
     Example: gradveil reproduce precode/table1 --scale cpu --plan
     """
-    from rich.console import Console
-
-    from gradveil.auditing.limits import find_device
-    from gradveil.auditing.progress import display_on
-    from gradveil.auditing.run import Stopped
-    from gradveil.core.errors import UserError, unknown
-    from gradveil.recipes import pages
-    from gradveil.recipes.recipe import SCALES, names
-    from gradveil.recipes.run import run_recipe
-
     if listed:
         for entry, title in names():
             typer.echo(f"{entry:<18} {title}")
         return 0
-    if scale not in SCALES:
-        raise unknown("scale", scale, SCALES, hint="There are: cpu, paper.")
-    find_device(device)
+    find_device(reproduction.device)
     recipes = _chosen(name or [])
-    if not recipes and docs is None:
+    if not recipes and reproduction.docs is None:
         raise UserError("name a recipe, a paper or all; `gradveil reproduce --list` shows them.")
-    chosen: Scale = "paper" if scale == "paper" else "cpu"
     if plan:
         for recipe in recipes:
-            _show_plan(recipe, chosen)
+            _show_plan(recipe, reproduction.scale)
         return 0
     errors, console = Console(stderr=True), Console()
 
@@ -66,10 +73,10 @@ def command(
         for recipe in recipes:
             result = run_recipe(
                 recipe,
-                chosen,
-                out,
-                workers=workers,
-                device=device,
+                reproduction.scale,
+                reproduction.out,
+                workers=reproduction.workers,
+                device=reproduction.device,
                 display=lambda: display_on(errors, quiet),
                 say=say,
             )
@@ -78,34 +85,25 @@ def command(
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130
-    if docs is not None:
-        for file in pages.write_pages(out / "results", docs):
+    if reproduction.docs is not None:
+        for file in pages.write_pages(reproduction.out / "results", reproduction.docs):
             say(f"written: {file}")
     return 0
 
 
 def _chosen(wanted: list[str]) -> list[Recipe]:
-    from gradveil.recipes.recipe import PAPERS, all_names, load
-
-    found: list[str] = []
+    chosen: list[str] = []
     for name in wanted:
         if name == "all":
-            found += all_names()
+            chosen += all_names()
         elif name in PAPERS:
-            found += [entry for entry in all_names() if entry.startswith(f"{name}/")]
+            chosen += [entry for entry in all_names() if entry.startswith(f"{name}/")]
         else:
-            found.append(name)
-    return [load(name) for name in dict.fromkeys(found)]
+            chosen.append(name)
+    return [load(name) for name in dict.fromkeys(chosen)]
 
 
 def _show_plan(recipe: Recipe, scale: Scale) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from gradveil.core.text import plural
-    from gradveil.recipes.plan import make_plan
-    from gradveil.report.words import seconds_text
-
     lines = make_plan(recipe.at(scale))
     table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)
     for line in lines:

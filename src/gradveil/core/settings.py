@@ -72,7 +72,7 @@ def _text(value: object) -> str:
 def parse_settings(text: str | None, *, of: str) -> dict[str, str]:
     """`"a=1,b=x/y"` as a dictionary of texts, which the types of the fields read later."""
     pairs: dict[str, str] = {}
-    for part in (text or "").split(",") if text else []:
+    for part in text.split(",") if text else []:
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
             raise UserError(f"'{of}': '{part}' is not a setting; write {of.partition(':')[0]}:key=value,key=value.")

@@ -5,6 +5,7 @@ It is FedSGD with one client, so the defense acts on every step as it does in an
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from pydantic import Field
@@ -17,32 +18,20 @@ from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
-from gradveil.federation.plan import FederationPlan
+from gradveil.federation.plan import FederationPlan, SGDPlan
 from gradveil.federation.rounds import Federation
 
 
 @settings
-class CentralPlan:
+class CentralPlan(SGDPlan):
     """Passes of SGD over the private images in mini-batches, shuffled in every pass."""
 
     epochs: int = Field(default=1, ge=1)
-    batch_size: int = Field(default=64, ge=1)
-    lr: float = Field(default=0.05, gt=0)
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    seed: int = Field(default=0, ge=0)
 
     def federation(self) -> FederationPlan:
         """The same as a federation of one client; how many rounds a pass takes depends on the data."""
-        return FederationPlan(
-            clients=1,
-            fedsgd=True,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-        )
+        sgd = {field.name: getattr(self, field.name) for field in dataclasses.fields(SGDPlan)}
+        return FederationPlan(clients=1, fedsgd=True, **sgd)
 
 
 def train_central(

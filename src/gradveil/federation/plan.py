@@ -18,29 +18,33 @@ EngineName = Literal["inline", "flower"]
 
 
 @settings
-class FederationPlan:
+class SGDPlan:
+    """The SGD of a training."""
+
+    batch_size: int | None = Field(default=64, ge=1, description="Images in a mini-batch.")
+    lr: float = Field(default=0.05, gt=0, allow_inf_nan=False, description="Learning rate.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Of local SGD; with --fedsgd of the server's.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of the same SGD.")
+    seed: int = Field(default=0, ge=0, description="Seed of all randomness.")
+
+
+@settings
+class FederationPlan(SGDPlan):
     """Rounds of FedAvg, or with `fedsgd` one gradient per client and round. Rounds and clients are counted from 0."""
 
     rounds: int = Field(default=20, ge=1, description="Rounds of training.")
     clients: int = Field(default=10, ge=1, description="Clients in the federation.")
-    images_per_client: int | None = Field(default=None, ge=1, description="Mean number of images. [all / clients]")
+    images_per_client: int | None = Field(default=None, ge=1, description="Images per client, on average. [all]")
     sampled: int | None = Field(default=None, ge=1, description="Clients that take part in a round. [all]")
-    partition: str = Field(default="iid", description="iid, dirichlet:alpha=0.5 or classes:per_client=2.")
-    local_epochs: int = Field(default=1, ge=1, description="Passes of a client over its images per round.")
-    batch_size: int | None = Field(default=64, ge=1, description="Images in a mini-batch.")
-    lr: float = Field(default=0.05, gt=0, allow_inf_nan=False, description="Learning rate.")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="Of local SGD; of the server's SGD with --fedsgd.")
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of the same SGD.")
-    schedule: str = Field(default="constant", description="constant, exponential:gamma=0.99 or step:every=30.")
+    partition: str = Field(default="iid", description="iid, dirichlet:alpha=X, classes:per_client=N")
+    local_epochs: int = Field(default=1, ge=1, description="Passes over a client's images per round.")
+    schedule: str = Field(default="constant", description="exponential:gamma=X or step:every=N.")
     fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
     defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
-    engine: EngineName = Field(default="inline", description="inline: in this process; flower: Flower's simulation.")
+    engine: EngineName = Field(default="inline", description="inline (this process), flower (simulation).")
     deadline: float | None = Field(default=None, gt=0, description="Seconds per client and round. [no limit]")
-    evaluate_every: int = Field(default=1, ge=1, description="Rounds between two evaluations.")
-    cosine_every: int = Field(
-        default=0, ge=0, description="Rounds between two comparisons with the undefended update. [never]"
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of all randomness.")
+    evaluate_every: int = Field(default=1, ge=1, description="Evaluate after so many rounds.")
+    cosine_every: int = Field(default=0, ge=0, description="Compare with the undefended update. [never]")
 
     def __post_init__(self) -> None:
         text = str(self.defended)
@@ -86,21 +90,3 @@ class FederationPlan:
 
     def to_json(self) -> dict[str, str | int | float | bool | None]:
         return {**dataclasses.asdict(self), "defended": self.num_defended}
-
-
-# The federations of DCS2's accuracy tables: ten clients, one of them defended, one local epoch with batches of 64 and
-# momentum 0.9. Learning rates and schedules are those of the public code.
-_DECAY = "exponential:gamma=0.99"
-DCS2 = {
-    "mnist": FederationPlan(rounds=200, images_per_client=200, lr=0.01, schedule=_DECAY, defended=1),
-    "cifar10": FederationPlan(
-        rounds=50,
-        images_per_client=2000,
-        lr=0.01,
-        weight_decay=1e-3,
-        schedule=f"{_DECAY},restart=30,drop=0.1",
-        defended=1,
-    ),
-    "celeba": FederationPlan(rounds=100, images_per_client=500, lr=0.001, schedule=_DECAY, defended=1),
-    "tinyimagenet": FederationPlan(rounds=50, images_per_client=2000, lr=0.01, defended=1),
-}

@@ -46,27 +46,19 @@ _FLOATS = 2**22  # values of gradients in memory at a time; more do not fit into
 class Search:
     """The size of a search. The paper has 1,500 candidates and 100 images, which takes hours without a GPU.
 
-    Args:
-        candidates: number of random policies.
-        images: number of images on which they are scored.
-        points: points on the path from noise to image, both ends included.
-        keep: number of policies in the hybrid. Table 1 combines the best two.
-        loss: how far the accuracy score may fall below that of no transformation (about −1). The published threshold,
-            −85 on about 63 images, is −1.35 per image.
-        rounds: number of draws over which the accuracy score is averaged; ten in the paper.
-        share: share of the training images for the half-trained model.
-        epochs: of the training of that model.
+    Table 1 combines the best two policies. The accuracy score of no transformation is about −1; the published threshold,
+    −85 on about 63 images, is −1.35 per image. The paper averages that score over ten draws.
     """
 
-    candidates: int = Field(default=100, ge=2)
-    images: int = Field(default=20, ge=2)
-    points: int = Field(default=21, ge=2)
-    keep: int = Field(default=2, ge=1)
-    loss: float = Field(default=0.35, ge=0)
-    rounds: int = Field(default=4, ge=1)
-    share: float = Field(default=0.1, gt=0, le=1)
-    epochs: int = Field(default=50, ge=1)
-    seed: int = Field(default=0, ge=0)
+    candidates: int = Field(default=100, ge=2, description="Random policies to score.")
+    images: int = Field(default=20, ge=2, description="Images that a policy is scored on.")
+    points: int = Field(default=21, ge=2, description="Points from noise to image.")
+    keep: int = Field(default=2, ge=1, description="Policies in the hybrid.")
+    loss: float = Field(default=0.35, ge=0, description="Accuracy score that a policy may lose.")
+    rounds: int = Field(default=4, ge=1, description="Draws per accuracy score.")
+    share: float = Field(default=0.1, gt=0, le=1, description="Share of images that train the model.")
+    epochs: int = Field(default=50, ge=1, description="Epochs of that training.")
+    seed: int = Field(default=0, ge=0, description="Seed of all randomness.")
 
 
 class Scorer:
