@@ -156,7 +156,6 @@ def module_name(path: Path) -> str:
 
 # Functions that still have more parameters. The list only shrinks.
 LONG_SIGNATURES = {
-    "gradveil.api.audit",
 }
 
 

@@ -19,6 +19,7 @@ from record import record
 from small import digits
 
 from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import run_audit
@@ -51,12 +52,12 @@ def main() -> None:
         case, watch = Case(make_spec(values)), Watch()
         total = len(make_plan(case))
         begun = time.perf_counter()
-        run_audit(case, root / "run", workers=0, display=watch)
+        run_audit(case, Execution(out=root / "run", workers=0), watch)
         seconds = time.perf_counter() - begun
         size = sum(p.stat().st_size for p in (root / "run").rglob("*") if p.is_file())
         stored = sum(p.stat().st_size for p in (root / "run" / "tensors").iterdir())
         again = time.perf_counter()
-        run_audit(case, root / "run", workers=0)
+        run_audit(case, Execution(out=root / "run", workers=0))
         again = time.perf_counter() - again
     spans = [b - a for a, b in zip(watch.ends, watch.ends[1:], strict=False)]
     beside = [1000 * (span - work) for span, work in zip(spans, watch.work, strict=True)]

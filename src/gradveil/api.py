@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from rich.console import Console
 
 from gradveil.attacks.base import Attack
 from gradveil.auditing.case import Case
-from gradveil.auditing.limits import parse_size
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.progress import display_on
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import SUITE, make_spec, read_spec
 from gradveil.core.errors import UserError
+from gradveil.core.settings import build, fields_of
 from gradveil.defenses.base import Defense
 from gradveil.report.audit_report import Report
 from gradveil.report.compare import Comparison, compare_runs
@@ -29,41 +31,36 @@ def audit(
     defenses: str | Defense | Sequence[str | Defense] | None = None,
     attacks: str | Attack | Sequence[str | Attack] = SUITE,
     *,
-    budget: str | None = None,
-    out: str | Path | None = None,
-    workers: int | None = None,
-    memory: str | int | None = None,
-    device: str = "cpu",
-    ray: str | None = None,
     quiet: bool = False,
     config: str | Path | None = None,
-    **more: Any,
+    **settings: Any,
 ) -> Report:
     """Play the curious server against your model, your data and your defenses.
 
     `data` is a name, a path, a torch Dataset or (x, y) tensors with pixels in [0, 1]; `model` a name or any module. The
-    control `none` is always added. `more` are the other settings of an audit: victims, batch_size, local_steps,
-    knowledge, seed, utility … With `out`, the run is stored there and the same call resumes it; without, the folder is
-    temporary and goes with the report, unless `report.save` copies it. Objects are audited in this process, names and
-    `pkg.mod:factory` by `workers` processes, or by the Ray cluster at the address `ray`. `memory` (bytes, or "4G") bounds
-    what batched computations take.
+    control `none` is always added. `settings` are the other fields of `AuditSpec` (victims, batch_size, local_steps,
+    knowledge, budget, seed, utility …) and those of `Execution` (out, workers, memory, device, ray). With `out`, the run
+    is stored there and the same call resumes it; without, the folder is temporary and goes with the report, unless
+    `report.save` copies it. Objects are audited in this process; names and `pkg.mod:factory` by `workers` processes, or
+    by the Ray cluster at the address `ray`.
     """
-    named = {"data": data, "model": model, "defenses": defenses, "budget": budget}
-    settings = {key: value for key, value in named.items() if value is not None} | more
+    names = fields_of(Execution)
+    execution = build(Execution, {k: v for k, v in settings.items() if k in names}, of="audit")
+    named = {"data": data, "model": model, "defenses": defenses}
+    values = {k: v for k, v in {**named, **settings}.items() if v is not None and k not in names}
     if config is None or attacks != SUITE:
-        settings["attacks"] = attacks
-    case = Case(make_spec(settings) if config is None else read_spec(Path(config), **settings))
-    size = memory if memory is None or isinstance(memory, int) else parse_size(memory)
-    folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if out is None else Path(out)
+        values["attacks"] = attacks
+    case = Case(make_spec(values) if config is None else read_spec(Path(config), **values))
+    folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if execution.out is None else execution.out
     display = display_on(Console(stderr=True), quiet)
     try:
-        run = run_audit(case, folder, workers=workers, memory=size, device=device, ray=ray, display=display)
+        run = run_audit(case, replace(execution, out=folder), display)
         report = Report.written(*run, case.spec.pictures)
     except BaseException:
-        if out is None:
+        if execution.out is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    if out is None:
+    if execution.out is None:
         weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
     return report
 

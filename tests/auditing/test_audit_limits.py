@@ -21,7 +21,7 @@ from gradveil.attacks.base import Target
 from gradveil.attacks.budget import row_bytes
 from gradveil.auditing.case import Case
 from gradveil.auditing.device import OnDevice
-from gradveil.auditing.limits import find_device, machine_memory, parse_size, share_of_memory
+from gradveil.auditing.limits import Execution, find_device, machine_memory, parse_size, share_of_memory
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
@@ -34,7 +34,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads 
 
 def audit(digits: str, folder: Path, workers: int = 0, *, memory: int | None = None, **values):
     given = {"data": digits, "defenses": "none", "attacks": "ig:steps=60", "victims": 3, **values}
-    return run_audit(Case(make_spec(given)), folder, workers=workers, memory=memory).summary
+    return run_audit(Case(make_spec(given)), Execution(out=folder, workers=workers, memory=memory)).summary
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 
@@ -62,7 +63,7 @@ def test_a_killed_and_a_stopped_run_go_on_from_what_is_done(digits, tmp_path, co
     done = stored(folder)
 
     case = Case(make_spec({"data": digits, "defenses": DEFENSES, "attacks": "ig:steps=150", "victims": 2}))
-    run_audit(case, folder, workers=0)
+    run_audit(case, Execution(out=folder, workers=0))
     assert done.items() <= stored(folder).items()
-    run_audit(case, tmp_path / "other", workers=0)
+    run_audit(case, Execution(out=tmp_path / "other", workers=0))
     assert comparable(folder) == comparable(tmp_path / "other")

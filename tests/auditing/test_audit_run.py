@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from gradveil import cli
 from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
@@ -25,7 +26,7 @@ from gradveil.summary import Summary
 def audit(digits: str, folder: Path, workers: int = 0, **values):
     given = {"data": digits, "defenses": "gaussian:std=3.0", "attacks": "ig:steps=60", "victims": 3, **values}
     case = Case(make_spec(given))
-    return Report.written(*run_audit(case, folder, workers=workers), case.spec.pictures).summary
+    return Report.written(*run_audit(case, Execution(out=folder, workers=workers)), case.spec.pictures).summary
 
 
 def cells(folder: Path, kind: str) -> list[dict]:

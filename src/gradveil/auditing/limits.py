@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import Field
 
 from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
 
 CPU = torch.device("cpu")
 
@@ -25,15 +27,36 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+@settings
+class Execution:
+    """Where an audit is computed and stored; `memory` is for batched computations of all workers together."""
+
+    out: Path | None = Field(default=None, description="Folder; the same command resumes. [runs/…]")
+    workers: int | None = Field(default=None, ge=0, description="Processes; 0: this one alone. [one per core]")
+    memory: int | str | None = Field(default=None, description="For batched computations, e.g. 4G. [most of it]")
+    device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
+    ray: str | None = Field(default=None, description="Address of a Ray cluster that computes, or auto.")
+
+    def __post_init__(self) -> None:
+        find_device(self.device)
+        parse_size("1M" if self.memory is None else self.memory)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_size(self.memory)
+
+
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SHARE = 0.6  # of the machine's memory: the rest is for the models, the data and other programs
 _LEAST = 2**20
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # version 2, version 1
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """`4G`, `512M` or a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < _LEAST:
         raise UserError(f"--memory '{text}' is not a size of at least 1M; write for instance 4G or 512M.")

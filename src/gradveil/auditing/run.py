@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradveil.auditing.case import Case
-from gradveil.auditing.limits import Limits, find_device, share_of_memory
+from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
 from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.verdict import judge
@@ -35,34 +35,22 @@ class Stopped(KeyboardInterrupt):
         )
 
 
-def run_audit(
-    case: Case,
-    out: Path | None = None,
-    *,
-    workers: int | None = None,
-    display: Display | None = None,
-    memory: int | None = None,
-    device: str = "cpu",
-    ray: str | None = None,
-) -> FinishedRun:
-    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
-
-    `memory` is what all workers together may take for batched computations, in bytes; `ray` the address of a cluster
-    that does the work instead.
-    """
-    begun, where = time.perf_counter(), find_device(device)
+def run_audit(case: Case, execution: Execution | None = None, display: Display | None = None) -> FinishedRun:
+    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process."""
+    begun, execution = time.perf_counter(), execution or Execution()
+    memory, ray = execution.memory_bytes, execution.ray
     if ray is not None and not case.spec.in_words:
         raise UserError(
             "--ray needs data, model and methods by name or as pkg.mod:factory: objects stay on this machine."
         )
     plan, shown = make_plan(case), display or Display()
-    with RunFolder(out or default_folder(case)).opened(identity_of(case)) as folder:
+    with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         left = [cell for cell in plan if folder.read(cell.key) is None]
         shown.start(len(plan), len(plan) - len(left))
-        workers = cores() if workers is None else workers
+        workers = cores() if execution.workers is None else execution.workers
         here = workers == 0 or not case.spec.in_words
         share = memory if ray is not None else share_of_memory(memory, 1 if here else workers)
-        limits = Limits(share, where)
+        limits = Limits(share, find_device(execution.device))
         try:
             run_cells(left, case, folder, shown, limits, workers=0 if here else workers, ray=ray)
         except KeyboardInterrupt:

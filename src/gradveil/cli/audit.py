@@ -13,7 +13,7 @@ from rich.table import Table
 from gradveil.auditing.case import Case
 from gradveil.auditing.condition import Condition
 from gradveil.auditing.estimate import Estimate
-from gradveil.auditing.limits import find_device, parse_size
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import display_on
 from gradveil.auditing.run import Stopped, default_folder, identity_of, run_audit
@@ -27,17 +27,6 @@ from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import check_file, github_annotations, write_junit
 from gradveil.report.words import seconds_text
 from gradveil.storage.run_folder import RunFolder
-
-
-@settings
-class Execution:
-    """Where an audit is computed and stored."""
-
-    out: Path | None = Field(default=None, description="Folder; the same command resumes. [runs/…]")
-    workers: int | None = Field(default=None, ge=0, description="Processes; 0: this one alone. [one per core]")
-    memory: str | None = Field(default=None, description="For batched computations, e.g. 4G. [most of it]")
-    device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
-    ray: str | None = Field(default=None, description="Address of a Ray cluster that computes, or auto.")
 
 
 @settings
@@ -90,22 +79,12 @@ def command(
     """
     audit = make_spec(spec) if config is None else read_spec(config, **spec)
     conditions = gate.conditions(audit)
-    memory = None if execution.memory is None else parse_size(execution.memory)
-    find_device(execution.device)
     case = Case(audit)
     if plan:
         _show_plan(case, execution)
         return 0
     try:
-        run = run_audit(
-            case,
-            execution.out,
-            workers=execution.workers,
-            display=display_on(Console(stderr=True), quiet),
-            memory=memory,
-            device=execution.device,
-            ray=execution.ray,
-        )
+        run = run_audit(case, execution, display_on(Console(stderr=True), quiet))
         report = Report.written(*run, audit.pictures)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)

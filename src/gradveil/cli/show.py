@@ -24,29 +24,24 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 def command(name: Annotated[str, typer.Argument(help="A defense, attack, model or data set.", metavar="NAME")]) -> None:
     """Show what a method is, whose idea it is, its settings with bounds and defaults, and an example."""
-    cards = [
-        *_cards("defense", defenses.registry, name),
-        *_cards("attack", attacks.registry, name),
-        *_cards("model", models.MODELS, name),
-    ]
-    cards += [
-        f"{entry} (data set)\n\n{text}\n\n{_example('data', entry)}" for entry, text in KINDS["data"]() if entry == name
-    ]
+    methods: dict[str, Registry[Any]] = {
+        "defense": defenses.registry,
+        "attack": attacks.registry,
+        "model": models.MODELS,
+    }
+    cards = [_card(kind, registry[name]) for kind, registry in methods.items() if name in registry]
+    cards += [[f"{entry} (data set)", text] for entry, text in KINDS["data"]() if entry == name]
     if not cards:
         names = [entry for kind in ("defenses", "attacks", "models", "data") for entry, _ in KINDS[kind]()]
         raise unknown("method", name, names, hint="`gradveil list defenses` shows one kind of them.")
-    typer.echo("\n\n".join(cards))
+    typer.echo("\n\n".join(block for card in cards for block in card if block))
 
 
-def _cards(kind: str, registry: Registry[Any], name: str) -> Iterator[str]:
-    if name not in registry:
-        return
-    cls = registry[name]
-    blocks = [f"{name} ({kind})", inspect.getdoc(cls) or "", inspect.getdoc(sys.modules[cls.__module__]) or ""]
-    blocks.append("\n".join(_facts(cls)))
-    settings = [_setting(key, field) for key, field in fields_of(cls).items()]
-    blocks += ["\n".join(["settings:", *settings]) if settings else "no settings", _example(kind, name)]
-    yield "\n\n".join(block for block in blocks if block)
+def _card(kind: str, cls: Any) -> list[str]:
+    settings = "\n".join(["settings:", *(_setting(name, field) for name, field in fields_of(cls).items())])
+    about = [inspect.getdoc(cls) or "", inspect.getdoc(sys.modules[cls.__module__]) or "", "\n".join(_facts(cls))]
+    example = f"example: gradveil audit --{kind} {cls.name}"
+    return [f"{cls.name} ({kind})", *about, settings if fields_of(cls) else "no settings", example]
 
 
 def _facts(cls: type) -> Iterator[str]:
@@ -75,7 +70,3 @@ def _type_text(kind: object) -> str:
     if get_origin(kind) is Literal:
         return " | ".join(str(value) for value in get_args(kind))
     return kind.__name__ if type(kind) is type else str(kind)
-
-
-def _example(kind: str, name: str) -> str:
-    return f"example: gradveil audit --{kind} {name}"

@@ -9,9 +9,9 @@ import typer
 from pydantic import Field
 
 from gradveil import models
-from gradveil.auditing.case import short_hash
 from gradveil.cli.bar import progress_bar
 from gradveil.cli.options import Quiet
+from gradveil.core.hashing import short_hash
 from gradveil.core.losses import DEFAULT
 from gradveil.core.settings import settings
 from gradveil.data import load

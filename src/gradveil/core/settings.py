@@ -106,6 +106,14 @@ def _read_tuple(value: object, field: FieldInfo) -> object:
     return tuple(value.split("/")) if isinstance(value, str) and "tuple[" in str(field.annotation) else value
 
 
+def choose(kind: str, text: str, choices: Mapping[str, type[T]]) -> T:
+    """The one of `choices` that `text` names, with its settings: `name` or `name:key=value`."""
+    name, _, values = text.strip().partition(":")
+    if name not in choices:
+        raise unknown(kind, name, choices, hint=f"There are: {', '.join(choices)}.")
+    return build(choices[name], parse_settings(values, of=text), of=text)
+
+
 def split_chain(text: str) -> list[str]:
     """Split `a:x=1+b` at the plus signs that begin a name, so that `policy=3-1-7+43-18-18` and `1e+3` stay whole."""
     parts = re.split(rf"\+(?={_NAME}(?:[:.+]|$))", text)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
-from gradveil.core.settings import settings
-from gradveil.federation.named import choose
+from gradveil.core.settings import choose, settings
 
 Shares = list[Tensor]  # per client the positions of its images
 

@@ -12,7 +12,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import LocalTraining
-from gradveil.federation.schedules import Schedule, schedule
+from gradveil.federation.schedules import schedule
 
 EngineName = Literal["inline", "flower"]
 
@@ -54,17 +54,14 @@ class FederationPlan(SGDPlan):
             raise UserError(f"sampled={self.sampled} asks for more clients than there are ({self.clients}).")
         if self.fedsgd and self.local_epochs != 1:
             raise UserError("FedSGD sends one gradient per round, so there are no local epochs to set.")
-        self._schedule()
-
-    def _schedule(self) -> Schedule:
-        return schedule(self.schedule)
+        schedule(self.schedule)  # refuses one that there is not
 
     @property
     def num_defended(self) -> int:
         return self.clients if self.defended == "all" else int(self.defended)
 
     def learning_rate(self, round: int) -> float:
-        return self.lr * self._schedule().factor(round)
+        return self.lr * schedule(self.schedule).factor(round)
 
     def local_training(self, round: int) -> LocalTraining:
         """One gradient, or local SGD at the learning rate of this round."""

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 
 from pydantic import Field
 
-from gradveil.core.settings import settings
-from gradveil.federation.named import choose
+from gradveil.core.settings import choose, settings
 
 
 class Schedule(ABC):
