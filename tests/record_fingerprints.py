@@ -51,7 +51,7 @@ PROTOCOL = (
 )
 PROTOCOL_WITHOUT = (
     *(f"core/{name}.py" for name in ("__init__", "errors", "hashing", "notebook", "progress", "settings", "text")),
-    *(f"federation/{name}.py" for name in ("__init__", "checkpoint", "faults", "flower_engine", "history", "named")),
+    *(f"federation/{name}.py" for name in ("__init__", "checkpoint", "faults", "flower_engine", "history")),
 )
 METHODS = ("attacks", "defenses", "metrics")
 # No result of a cell depends on these.
