@@ -1,9 +1,10 @@
-"""How often an audit cries wolf: defenses whose updates hold nothing of the victim must not be said to leak.
+"""How often an audit raises a false alarm: an update that holds nothing of the victim must not be said to leak.
 
     python benchmarks/calibration.py --audits 60
 
-Half of the null defenses send pure noise, half the update of another image of the same class. Each is an audit of its
-own, on victims and a model of its own seed; undefended, every audit must say `leaks`. Writes docs/results/calibration.md.
+Half of the null defenses send pure noise, half the update of another image of the same class. Every audit has another
+seed, and so other victims and another model. Without a defense, every audit must say `leaks`. Writes
+docs/results/calibration.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gradveil.defenses.base import Defense, Setup, Step
 
 
 class Noise(Defense):
-    """Nothing but noise, of the update's own size."""
+    """Nothing but noise, as large as the update."""
 
     name = "noise-alone"
     random = True
@@ -42,18 +43,18 @@ class Stranger(Defense):
         return setup.public
 
     def batch(self, batch: Batch, step: Step) -> Batch:
-        known: Batch = step.memory
+        public: Batch = step.memory
         picks = []
         for label in batch.hard_labels:
-            own = (known.hard_labels == label).nonzero().flatten()
-            picks.append(own[torch.randint(len(own), (1,), generator=step.rng)])
-        return Batch(known.x[torch.cat(picks)], batch.y)
+            same_class = (public.hard_labels == label).nonzero().flatten()
+            picks.append(same_class[torch.randint(len(same_class), (1,), generator=step.rng)])
+        return Batch(public.x[torch.cat(picks)], batch.y)
 
 
 NULLS = (Noise, Stranger)
 
 
-def audit(seed: int, attacks: list[str], victims: int, data: str = "mnist-5k") -> dict[str, str]:
+def audit(seed: int, attacks: list[str], victims: int, data: str = "mnist-5k") -> dict[str, str | None]:
     """The verdict on no defense and on each null defense."""
     import gradveil as gv
 
@@ -69,30 +70,30 @@ def main() -> None:
     arguments.add_argument("--victims", type=int, default=8)
     arguments.add_argument("--attack", nargs="*", default=["rgap", "swift:restarts=0,cycles=0,adam_steps=0"])
     arguments.add_argument("--out", type=Path, default=Path("docs/results/calibration.md"))
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    seeds = range(1000, 1000 + given.audits // len(NULLS))
+    seeds = range(1000, 1000 + options.audits // len(NULLS))
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(audit, seeds, [given.attack] * len(seeds), [given.victims] * len(seeds)))
+        verdicts = list(pool.map(audit, seeds, [options.attack] * len(seeds), [options.victims] * len(seeds)))
     lines = [
         "# Calibration of the verdict",
         "",
-        f"Written by `benchmarks/calibration.py --audits {given.audits}`: LeNet on mnist-5k, "
-        f"{given.victims} victims an audit, attacks {', '.join(f'`{a}`' for a in given.attack)}, "
+        f"Written by `benchmarks/calibration.py --audits {options.audits}`: LeNet on mnist-5k, "
+        f"{options.victims} victims per audit, attacks {', '.join(f'`{a}`' for a in options.attack)}, "
         f"seeds {seeds.start} to {seeds.stop - 1}.",
         "",
         "| updates | audits | said `leaks` |",
         "|---|---|---|",
     ]
-    for spec in found[0]:
-        said = sum(f[spec] == "leaks" for f in found)
-        lines.append(f"| `{spec}` | {len(found)} | {said} ({100 * said / len(found):.0f}%) |")
-    nulls = [f[spec] == "leaks" for f in found for spec in f if spec != "none"]
+    for spec in verdicts[0]:
+        alarms = sum(f[spec] == "leaks" for f in verdicts)
+        lines.append(f"| `{spec}` | {len(verdicts)} | {alarms} ({100 * alarms / len(verdicts):.0f}%) |")
+    nulls = [f[spec] == "leaks" for f in verdicts for spec in f if spec != "none"]
     # With none of n null audits alarmed, rates above 1 − 0.05^(1/n) are excluded at 95%.
     bound = f" Rates above {100 * (1 - 0.05 ** (1 / len(nulls))):.1f}% are excluded at 95%." if not any(nulls) else ""
     lines += ["", f"False alarms: {sum(nulls)} of {len(nulls)} null audits.{bound}"]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--work runs/engines] [--only prune:ratio=0.7]
 
-Every run is `gradveil train` as a person types it, kept in `--work`, and taken up again where it stopped.
+Every run is `gradveil train` as a user types it. It is kept in `--work` and resumed where it stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from gradveil.federation import History
 
 CASES = {  # the options of the training beside data, model and engine
     "prune:ratio=0.7": "--rounds 10 --local-epochs 2",
@@ -25,31 +26,30 @@ CASES = {  # the options of the training beside data, model and engine
 ENGINES = ("inline", "flower")
 
 
-def run(defense: str, engine: str, work: Path) -> dict[str, Any]:
+def run(defense: str, engine: str, work: Path) -> History:
     folder = work / f"{defense.replace(':', '-')}-{engine}"
     options = ["--data", "mnist-5k", "--model", "cnn", "--defense", defense, "--clients", "10", *CASES[defense].split()]
     command = [sys.executable, "-m", "gradveil", "train", *options, "--engine", engine, "--out", str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    found: dict[str, Any] = json.loads((folder / "history.json").read_text())
-    return found
+    return History.from_json(json.loads((folder / "history.json").read_text()), {})
 
 
-def section(defense: str, found: dict[str, dict[str, Any]]) -> list[str]:
-    inline, flower = (found[engine] for engine in ENGINES)
-    gaps = [100 * abs(a - b) for a, b in zip(inline["acc_test"], flower["acc_test"], strict=True)]
+def section(defense: str, histories: dict[str, History]) -> list[str]:
+    inline, flower = (histories[engine] for engine in ENGINES)
+    gaps = [100 * abs((a or 0) - (b or 0)) for a, b in zip(inline.acc_test, flower.acc_test, strict=True)]
     lines = [
         f"## `{defense}`",
         "",
         f"`gradveil train --data mnist-5k --model cnn --defense {defense} --clients 10 {CASES[defense]} --engine …`",
         "",
-        "| round | " + " | ".join(str(i + 1) for i in range(inline["rounds"])) + " | seconds: prepare + rounds |",
-        "|---" * (inline["rounds"] + 2) + "|",
+        "| round | " + " | ".join(str(i + 1) for i in range(inline.rounds)) + " | seconds: prepare + rounds |",
+        "|---" * (inline.rounds + 2) + "|",
     ]
     for engine in ENGINES:
-        curve = " | ".join(f"{100 * a:.1f}" for a in found[engine]["acc_test"])
-        seconds = found[engine]["seconds_prepare"], sum(found[engine]["seconds_per_round"])
-        lines.append(f"| {engine} | {curve} | {seconds[0]:.1f} + {seconds[1]:.1f} |")
-    events = sum(len(f["events"]) for f in found.values())
+        history = histories[engine]
+        curve = " | ".join(f"{100 * (a or 0):.1f}" for a in history.acc_test)
+        lines.append(f"| {engine} | {curve} | {history.seconds_prepare:.1f} + {sum(history.seconds_per_round):.1f} |")
+    events = sum(len(history.events) for history in histories.values())
     return [*lines, "", f"Largest difference in a round: {max(gaps):.2f} points. Events: {events}.", ""]
 
 
@@ -58,23 +58,23 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     arguments.add_argument("--work", type=Path, default=Path("runs/engines"))
     arguments.add_argument("--out", type=Path, default=Path("docs/results/flower.md"))
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     lines = [
         "# Two engines, one round",
         "",
         "Written by `benchmarks/engines.py`. Test accuracy in percent after every round, 10 clients, seed 0, one thread each.",
-        "The engines share the definition of a round and all randomness hangs on (seed, client, round), so the curves are",
+        "The engines share the definition of a round. All randomness is drawn from (seed, client, round), so the curves are",
         "equal, not only near. Flower's preparation is the start of Ray and of its actors. Seconds are those of a machine",
         "that did other work besides: an order of magnitude, no comparison.",
         "",
         f"Python {platform.python_version()}, flwr {version('flwr')}, ray {version('ray')}, {os.cpu_count()} processors.",
         "",
     ]
-    for defense in given.only:
-        lines += section(defense, {engine: run(defense, engine, given.work) for engine in ENGINES})
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("\n".join(lines).rstrip() + "\n")
-    print(f"written: {given.out}")
+    for defense in options.only:
+        lines += section(defense, {engine: run(defense, engine, options.work) for engine in ENGINES})
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("\n".join(lines).rstrip() + "\n")
+    print(f"written: {options.out}")
 
 
 if __name__ == "__main__":

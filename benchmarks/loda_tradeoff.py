@@ -60,25 +60,27 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=2, help="networks that are trained for each row")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.time()
 
-    data = load(given.data, seed=0)
-    private, pool = data.private[: given.images], data.pool()
+    data = load(options.data, seed=0)
+    private, pool = data.private[: options.images], data.pool()
 
     def trained_on(x: Tensor) -> float:
-        runs = [accuracy(given.model, Batch(x, private.y), data, given.epochs, seed) for seed in range(given.seeds)]
+        runs = [
+            accuracy(options.model, Batch(x, private.y), data, options.epochs, seed) for seed in range(options.seeds)
+        ]
         return sum(runs) / len(runs)
 
     rows: dict[str, dict[str, float]] = {"original images": {"accuracy": trained_on(private.x)}}
     show("original images", rows["original images"])
-    for c in given.c:
-        method = parse(f"{given.loda}{',' if ':' in given.loda else ':'}c={c}")
+    for c in options.c:
+        method = parse(f"{options.loda}{',' if ':' in options.loda else ':'}c={c}")
         assert isinstance(method, Loda)
         memory = method.equip(data.public, data.input_shape)
         start = memory.starts(private.x.shape, generator(0, "start"))
-        if c == given.c[0]:
+        if c == options.c[0]:
             rows["their public starts"] = {"accuracy": trained_on(start), **likeness(private, start, pool)}
             show("their public starts", rows["their public starts"])
         before = time.process_time()
@@ -92,11 +94,11 @@ def main() -> None:
             "seconds_per_image": cost,
         }
         show(method.spec, rows[method.spec])
-    if given.out:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
+    if options.out:
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
         about = {"gradveil": __version__, "torch": torch.__version__, "machine": platform.machine()}
         about |= {"date": date.today().isoformat(), "seconds": f"{time.time() - began:.0f}"}
-        write_json(given.out, {"settings": settings, "rows": rows, "environment": about})
+        write_json(options.out, {"settings": settings, "rows": rows, "environment": about})
         print(json.dumps(about))
 
 

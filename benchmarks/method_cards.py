@@ -49,18 +49,18 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("docs/methods"))
     arguments.add_argument("--text", action="store_true", help="write only text and settings anew")
     arguments.add_argument("names", nargs="*", help="defenses; all without")
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     torch.set_num_threads(1)
-    summaries = [Summary.read(folder) for folder in given.audit]
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name in given.names or [n for n in registry.names() if n != "none"]:
-        if given.text:
-            page = given.out / f"{name}.md"
+    summaries = [Summary.read(folder) for folder in options.audit]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names or [n for n in registry.names() if n != "none"]:
+        if options.text:
+            page = options.out / f"{name}.md"
             rest = page.read_text(encoding="utf-8").partition("## Cost")[2]
             page.write_text("\n".join([*text(name), "## Cost"]) + rest, encoding="utf-8")
         else:
-            card(name, summaries, given.out)
-        print(given.out / f"{name}.md", flush=True)
+            card(name, summaries, options.out)
+        print(options.out / f"{name}.md", flush=True)
 
 
 def card(name: str, summaries: list[Summary], out: Path) -> None:
@@ -71,8 +71,10 @@ def card(name: str, summaries: list[Summary], out: Path) -> None:
     if picture:
         lines += ["## What the network is fed", "", f"![originals above, what {name} feeds below]({name}.png)", ""]
     lines += ["## What breaks it", ""]
-    known = ", ".join(f"`{c}`" for c in cls.counters)
-    lines += [f"Counters: {known}." if known else "No counter is known: unrefuted, which is not the same as harmless."]
+    counters = ", ".join(f"`{c}`" for c in cls.counters)
+    lines += [
+        f"Counters: {counters}." if counters else "No counter is known: unrefuted, which is not the same as harmless."
+    ]
     lines += ["", "## Measured here", "", *(line for one in summaries for line in measured(name, one))]
     if name in PUBLISHED:
         lines += ["", f"Published: {PUBLISHED[name]}"]

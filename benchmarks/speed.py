@@ -129,12 +129,13 @@ def coloured(data: DataSet) -> DataSet:
     """Grey images as colour ones: the peer's total variation wants three channels."""
     if data.input_shape[0] == 3:
         return data
-    parts = {p: Batch(getattr(data, p).x.repeat(1, 3, 1, 1), getattr(data, p).y) for p in ("private", "public", "test")}
-    return replace(data, **parts, mean=data.mean.repeat(3), std=data.std.repeat(3))
+    private, public, test = (Batch(b.x.repeat(1, 3, 1, 1), b.y) for b in (data.private, data.public, data.test))
+    mean, std = data.mean.repeat(3), data.std.repeat(3)
+    return replace(data, private=private, public=public, test=test, mean=mean, std=std)
 
 
 def victims(data: DataSet, spec: str, seed: int, count: int) -> list[Observation]:
-    """Undefended updates of one image each, labels known."""
+    """Undefended updates of one image each, with labels."""
     module = build(spec, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     model, defense = ModelFunction(module), parse_defense("none")
     state, task = model.state(), data.task(model)
@@ -147,9 +148,9 @@ def victims(data: DataSet, spec: str, seed: int, count: int) -> list[Observation
 
 
 def cpu(work: Callable[[], Any]) -> float:
-    begun = time.process_time()
+    began = time.process_time()
     work()
-    return time.process_time() - begun
+    return time.process_time() - began
 
 
 def per_iteration(net: Net, data: DataSet, seed: int, peer: Peer) -> tuple[float, float]:
@@ -162,10 +163,10 @@ def per_iteration(net: Net, data: DataSet, seed: int, peer: Peer) -> tuple[float
 
     def theirs(steps: int) -> float:
         answer = peer(net.spec, seed, net.images, steps)
-        own = torch.stack([t.norm() for t in observations[0].update.tensors.values()]).norm()
-        if not np.isclose(answer["norms"][0], float(own), rtol=1e-3):
+        ours = torch.stack([t.norm() for t in observations[0].update.tensors.values()]).norm()
+        if not np.isclose(answer["norms"][0], float(ours), rtol=1e-3):
             sys.exit(f"{net.title}: the two sides do not attack the same gradient.")
-        return statistics.mean(answer["seconds"])
+        return float(statistics.mean(answer["seconds"]))
 
     ours(1), theirs(1)  # first calls load and probe
     short = theirs(1), ours(1)
@@ -199,30 +200,30 @@ def race(data: DataSet, seed: int, peer: Peer, *, count: int, images: int, lengt
     descend = swift._descend
 
     def watched(target: Target, *rest: Any) -> tuple[Tensor, int]:
-        found = descend(target, *rest)
+        answer = descend(target, *rest)
         if len(target.observations) == count:  # later ones go on with some of the victims only
-            stages.append((time.process_time() - begun, found[0].clone()))
+            stages.append((time.process_time() - began, answer[0].clone()))
             targets.append(target)
-        return found
+        return answer
 
-    begun = time.process_time()
+    began = time.process_time()
     with patch.object(swift, "_descend", watched):
         answers = parse("swift:closed=false")(observations, seed=seed)
-    matched = time.process_time() - begun
+    matched = time.process_time() - began
 
-    def quality(found: list[Reconstruction]) -> float:
-        return float(psnr(truth, torch.cat([a.images for a in found[:images]])).mean())
+    def quality(rebuilt: list[Reconstruction]) -> float:
+        return float(psnr(truth, torch.cat([a.images for a in rebuilt[:images]])).mean())
 
     truth = data.private.x[:images]
     reached = [(seconds, float(psnr(truth, chosen(targets[0], x)[:images]).mean())) for seconds, x in stages]
     reached.append((matched, quality(answers)))
-    begun = time.process_time()
+    began = time.process_time()
     final = quality(parse("swift")(observations, seed=seed))
-    whole = time.process_time() - begun
+    whole = time.process_time() - began
     races = []
     for steps, answer in theirs.items():
         goal = statistics.mean(answer["psnr"])
-        needed = next((seconds / count for seconds, found in reached if found >= goal), None)
+        needed = next((seconds / count for seconds, level in reached if level >= goal), None)
         took = statistics.mean(answer["seconds"])
         races.append(Race(seed, steps, took, goal, needed, whole / count, final))
     return races
@@ -246,7 +247,7 @@ def report(
         "",
         f"Written by `{command}` on {date.today()}: gradveil {__version__}, {PEER.replace('==', ' ')}, "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"one thread a side, taking turns. Data: {data.name} ({'×'.join(map(str, data.input_shape))}), batch size 1, "
+        f"one thread per side, taking turns. Data: {data.name} ({'×'.join(map(str, data.input_shape))}), batch size 1, "
         f"labels known on both sides; model seeds {', '.join(map(str, sorted({r.seed for r in races})))}. "
         f"Load average at the end {load_average:.1f}"
         + (", so other work was running; " if load_average > 1.5 else "; ")
@@ -262,9 +263,9 @@ def report(
         "| network | victims at once (ours) | peer, ms | ours, ms | ratio |",
         "|---|---|---|---|---|",
     ]
-    for net, found in costs.items():
-        ratios = [theirs / ours for theirs, ours in found]
-        middle = [statistics.median(column) for column in zip(*found, strict=True)]
+    for net, pairs in costs.items():
+        ratios = [theirs / ours for theirs, ours in pairs]
+        middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
         spread = f"{statistics.median(ratios):.2f}× [{min(ratios):.2f}, {max(ratios):.2f}]"
         lines.append(f"| {net.title} | {net.victims} | {middle[0]:.2f} | {middle[1]:.2f} | {spread} |")
     lines += [

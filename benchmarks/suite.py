@@ -29,10 +29,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("runs", type=Path, nargs="+")
     arguments.add_argument("--out", type=Path, default=OUT)
-    given = arguments.parse_args()
-    parts = [HEAD, *(section(folder) for folder in given.runs)]
-    given.out.write_text("\n".join(parts), encoding="utf-8")
-    print(given.out)
+    options = arguments.parse_args()
+    parts = [HEAD, *(section(folder) for folder in options.runs)]
+    options.out.write_text("\n".join(parts), encoding="utf-8")
+    print(options.out)
 
 
 def section(folder: Path) -> str:

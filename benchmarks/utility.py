@@ -3,10 +3,10 @@
     python benchmarks/utility.py mnist-5k --seeds 3
     python benchmarks/utility.py cifar10 --images-per-client 500 --rounds 15
 
-Every run is kept in `--work` and taken up again where it stopped. PDM is the loss of test accuracy against the
-undefended run with the same seed, in points. Crafting defenses, whose every step costs seconds, defend one client of
-ten; they and LODA, which obscures all images first, are run with one seed. Times are CPU seconds of a single step, taken
-apart from the trainings, so that they do not depend on what else the machine does.
+Every run is kept in `--work` and resumed where it stopped. PDM is the loss of test accuracy against the undefended run
+with the same seed, in points. Crafting defenses, whose every step costs seconds, defend one client of ten; they and
+LODA, which obscures all images first, are run with one seed. Times are CPU seconds of a single step, measured apart from
+the trainings, so that they do not depend on other work of the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,21 @@ import os
 import platform
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+
+import torch
+from torch import nn
+
+from gradveil import models
+from gradveil.client import prepare_client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import LocalTraining
+from gradveil.data import DataSet, load
+from gradveil.defenses import Setup, parse
+from gradveil.federation import FederationPlan, History, train
+from gradveil.storage.files import write_json
 
 SETTINGS = (
     "none",
@@ -42,68 +54,81 @@ COSTLY = (*CRAFTING, "loda")  # one seed
 GOALS = {"dcs2": 3.0, "refiner": 5.0, "precode": 5.0}
 
 
-def _name(defense: str) -> str:
+@dataclass(frozen=True)
+class Job:
+    """One federation."""
+
+    data: str
+    model: str
+    defense: str
+    rounds: int
+    seed: int
+    images: int  # per client
+    defended: str | int
+    lr: float
+    work: Path
+
+    def file(self, *fields: str) -> Path:
+        """A path in the work folder, named by these fields."""
+        return self.work / "-".join(str(getattr(self, name)).replace(":", "_") for name in fields)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished federation, and the CPU seconds of one step of a defended client."""
+
+    job: Job
+    history: History
+    step: float
+
+    @property
+    def accuracy(self) -> float:
+        return 100 * (self.history.acc_test[-1] or 0)
+
+
+def method(defense: str) -> str:
     return defense.partition(":")[0]
 
 
-def one(job: dict[str, Any]) -> dict[str, Any]:
-    """One federation, or what it left behind the last time."""
-    import torch
-
-    from gradveil import models
-    from gradveil.data import load
-    from gradveil.federation import FederationPlan, train
-
+def train_once(job: Job) -> Run:
+    """One federation, or the stored one of an earlier call."""
     torch.set_num_threads(1)
-    data = load(job["data"], seed=job["seed"])
-    module = models.build(job["model"], input_shape=data.input_shape, num_classes=data.num_classes, seed=job["seed"])
-    folder = Path(job["work"]) / "-".join(
-        str(job[k]).replace(":", "_") for k in ("data", "model", "defense", "rounds", "seed", "images", "defended")
+    data = load(job.data, seed=job.seed)
+    module = models.build(job.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=job.seed)
+    plan = FederationPlan(
+        rounds=job.rounds,
+        images_per_client=job.images,
+        lr=job.lr,
+        defended=job.defended,
+        seed=job.seed,
+        evaluate_every=5,
+        cosine_every=job.rounds - 1 if job.defense != "none" else 0,
     )
-    history = train(
-        module,
-        data,
-        job["defense"],
-        FederationPlan(
-            rounds=job["rounds"],
-            images_per_client=job["images"],
-            lr=job["lr"],
-            defended=job["defended"],
-            seed=job["seed"],
-            evaluate_every=5,
-            cosine_every=job["rounds"] - 1 if job["defense"] != "none" else 0,
-        ),
-        cache=Path(job["work"]) / "cache",
-        folder=folder,
-    )
-    print(f"{job['defense']:>18} seed {job['seed']}: {100 * (history.acc_test[-1] or 0):.1f}%", flush=True)
-    return {**job, **history.to_json(), "step": step_seconds(job, module, data)}
+    folder = job.file("data", "model", "defense", "rounds", "seed", "images", "defended")
+    history = train(module, data, job.defense, plan, cache=job.work / "cache", folder=folder)
+    history.state = {}  # not sent to the parent process
+    run = Run(job, history, step_seconds(job, module, data))
+    print(f"{job.defense:>18} seed {job.seed}: {run.accuracy:.1f}%", flush=True)
+    return run
 
 
-def step_seconds(job: dict[str, Any], module: Any, data: Any) -> float:
-    """CPU seconds in which a client makes one update of 64 images, the least of three, or of one where it is slow."""
-    from gradveil.client import prepare_client
-    from gradveil.core.gradients import ModelFunction
-    from gradveil.core.types import LocalTraining
-    from gradveil.defenses import Setup, parse
-    from gradveil.storage.files import write_json
-
-    name = "-".join(str(job[k]).replace(":", "_") for k in ("data", "model", "defense"))
-    kept = Path(job["work"]) / f"{name}-step.json"
-    if not kept.exists():
-        defense, batch = parse(job["defense"]), data.private[:64]
+def step_seconds(job: Job, module: nn.Module, data: DataSet) -> float:
+    """CPU seconds in which a client makes one update of 64 images: the least of three, or one if that is slow."""
+    path = job.file("data", "model", "defense")
+    stored = path.with_name(f"{path.name}-step.json")
+    if not stored.exists():
+        defense, batch = parse(job.defense), data.private[:64]
         function = ModelFunction(defense.model(module, data.input_shape))
-        public = data.public if len(data.public) else None
-        setup = Setup(data.task(function), function.state(), batch, public)
+        setup = Setup(data.task(function), function.state(), batch, data.public or None)
         client = prepare_client(defense, LocalTraining(), setup)
-        protected, _ = client.protect(function.state(), batch)  # what is done once is done now
-        spent: list[float] = []
-        while len(spent) < 3 and sum(spent) < 2:
-            begun = time.process_time()
-            client.round(function.state(), batch, len(spent), protected=protected)
-            spent.append(time.process_time() - begun)
-        write_json(kept, {"seconds": min(spent)})
-    return float(json.loads(kept.read_text())["seconds"])
+        protected, _ = client.protect(function.state(), batch)  # done once, and so not timed
+        seconds: list[float] = []
+        while len(seconds) < 3 and sum(seconds) < 2:
+            began = time.process_time()
+            client.round(function.state(), batch, len(seconds), protected=protected)
+            seconds.append(time.process_time() - began)
+        write_json(stored, {"seconds": min(seconds)})
+    return float(json.loads(stored.read_text())["seconds"])
 
 
 def main() -> None:
@@ -119,29 +144,35 @@ def main() -> None:
     arguments.add_argument("--workers", type=int, default=os.cpu_count())
     arguments.add_argument("--work", type=Path, default=Path("runs/utility"))
     arguments.add_argument("--out", type=Path, default=Path("docs/results/utility.md"))
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     jobs = [
-        {
-            **{"data": given.data, "model": given.model, "defense": defense, "rounds": given.rounds, "lr": given.lr},
-            **{"images": given.images_per_client, "seed": seed, "work": str(given.work)},
-            "defended": 1 if _name(defense) in given.single else "all",
-        }
-        for defense in dict.fromkeys(["none", *given.only])
-        for seed in range(1 if _name(defense) in COSTLY else given.seeds)
+        Job(
+            data=options.data,
+            model=options.model,
+            defense=defense,
+            rounds=options.rounds,
+            seed=seed,
+            images=options.images_per_client,
+            defended=1 if method(defense) in options.single else "all",
+            lr=options.lr,
+            work=options.work,
+        )
+        for defense in dict.fromkeys(["none", *options.only])
+        for seed in range(1 if method(defense) in COSTLY else options.seeds)
     ]
-    given.work.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(given.workers) as pool:
-        rows = list(pool.map(one, sorted(jobs, key=lambda j: j["defended"] == "all")))
-    write(rows, given)
+    options.work.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(options.workers) as pool:
+        runs = list(pool.map(train_once, sorted(jobs, key=lambda job: job.defended == "all")))
+    write(runs, options)
 
 
-def write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
+def write(runs: list[Run], options: argparse.Namespace) -> None:
     """The table of this data set, beside those of the others that are already in the page."""
-    known = given.work / "tables.json"
-    tables = json.loads(known.read_text()) if known.exists() else {}
-    tables[given.data] = table(rows, given)
-    known.write_text(json.dumps(tables))
+    stored = options.work / "tables.json"
+    tables = json.loads(stored.read_text()) if stored.exists() else {}
+    tables[options.data] = table(runs, options)
+    stored.write_text(json.dumps(tables))
     head = [
         "# What a defense costs",
         "",
@@ -153,33 +184,33 @@ def write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
         "",
         f"Python {platform.python_version()}, {os.cpu_count()} cores.",
     ]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("\n".join([*head, *(line for t in tables.values() for line in ("", *t))]) + "\n")
-    print(f"written: {given.out}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("\n".join([*head, *(line for t in tables.values() for line in ("", *t))]) + "\n")
+    print(f"written: {options.out}")
 
 
-def table(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[str]:
-    base = {r["seed"]: r for r in rows if r["defense"] == "none"}
+def table(runs: list[Run], options: argparse.Namespace) -> list[str]:
+    undefended = {r.job.seed: r for r in runs if r.job.defense == "none"}
     lines = [
-        f"## {given.data}, `{given.model}`",
+        f"## {options.data}, `{options.model}`",
         "",
-        f"{given.images_per_client} images a client, {given.rounds} rounds, one local epoch, batches of 64, "
-        f"learning rate {given.lr}.",
+        f"{options.images_per_client} images per client, {options.rounds} rounds, one local epoch, batches of 64, "
+        f"learning rate {options.lr}.",
         "",
         "| defense | defended | seeds | test | train | PDM | goal | cosine, first → last round | time |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for defense in dict.fromkeys(r["defense"] for r in sorted(rows, key=lambda r: r["defense"] != "none")):
-        mine = [r for r in rows if r["defense"] == defense]
-        loss = [100 * (base[r["seed"]]["acc_test"][-1] - r["acc_test"][-1]) for r in mine]
-        cosines = [[c for c in r["gradient_cosine"] if c is not None] for r in mine]
-        seen = [c for c in cosines if c]
-        goal, slower = GOALS.get(_name(defense)), mine[0]["step"] / base[0]["step"]
+    for defense in dict.fromkeys(r.job.defense for r in sorted(runs, key=lambda r: r.job.defense != "none")):
+        seeds = [r for r in runs if r.job.defense == defense]
+        loss = [undefended[r.job.seed].accuracy - r.accuracy for r in seeds]
+        cosines = [c for r in seeds if (c := [value for value in r.history.gradient_cosine if value is not None])]
+        goal, slower = GOALS.get(method(defense)), seeds[0].step / undefended[0].step
+        verdict = f"≤ {goal:.0f}: {'met' if mean(loss) <= goal else 'missed'}" if goal else ""
+        cosine = f"{mean(c[0] for c in cosines):.2f} → {mean(c[-1] for c in cosines):.2f}" if cosines else ""
         lines.append(
-            f"| `{defense}` | {'1 of 10' if mine[0]['defended'] == 1 else 'all'} | {len(mine)} "
-            f"| {spread([100 * r['acc_test'][-1] for r in mine])} | {spread([100 * r['acc_train'][-1] for r in mine])} "
-            f"| {spread(loss)} | {f'≤ {goal:.0f}: ' + ('met' if mean(loss) <= goal else 'missed') if goal else ''} "
-            f"| {f'{mean(c[0] for c in seen):.2f} → {mean(c[-1] for c in seen):.2f}' if seen else ''} | {slower:.1f}× |"
+            f"| `{defense}` | {'1 of 10' if seeds[0].job.defended == 1 else 'all'} | {len(seeds)} "
+            f"| {spread([r.accuracy for r in seeds])} | {spread([100 * (r.history.acc_train[-1] or 0) for r in seeds])} "
+            f"| {spread(loss)} | {verdict} | {cosine} | {slower:.1f}× |"
         )
     return lines
 

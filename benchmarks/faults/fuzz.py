@@ -1,9 +1,9 @@
-"""Bad input, thoroughly: every reader of the tool on thousands of spoilt inputs, each bounded in time.
+"""Bad input: every reader of the tool on thousands of damaged inputs, each with a time limit.
 
     python benchmarks/faults/fuzz.py --inputs 1500 --seed 0
 
 An input must end in a result or in one clear line (`UserError`), within a few seconds, and leave no unfinished file.
-Anything else is a fault, printed with the number that makes it again (`--only READER --first N --inputs 1`). The counts
+Anything else is a fault, printed with the number that reproduces it (`--only READER --first N --inputs 1`). The counts
 go to docs/results/reliability.md. The inputs are made in fuzz_text.py, fuzz_data.py, fuzz_updates.py and fuzz_models.py.
 """
 
@@ -35,6 +35,7 @@ from record import record
 import gradveil as gv
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.text import plain
+from gradveil.storage.files import LOCK
 
 SECONDS = 60  # until an input counts as a hang
 READERS: dict[str, Callable[[Random, Path], Job]] = {
@@ -51,15 +52,15 @@ READERS: dict[str, Callable[[Random, Path], Job]] = {
 
 
 class Hang(BaseException):
-    """The alarm rang."""
+    """The time limit is exceeded."""
 
 
 @contextlib.contextmanager
 def alarm(seconds: int) -> Iterator[None]:
-    def ring(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.alarm(seconds)
     try:
         yield
@@ -69,41 +70,41 @@ def alarm(seconds: int) -> Iterator[None]:
 
 
 def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str]:
-    """What becomes of one input: `result`, `refused` or a fault, and its text."""
+    """How one input ends: `result`, `refused` or a fault, and its text."""
     rng = random.Random(f"{seed}/{reader}/{number}")
     job = READERS[reader](rng, folder)
     try:
         with alarm(SECONDS), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             job()
-        kind, said = "result", ""
+        kind, message = "result", ""
     except UserError as error:
-        kind, said = "refused", plain(one_line(error))
-        if not said.isprintable() or not said:
+        kind, message = "refused", plain(one_line(error))
+        if not message.isprintable() or not message:
             kind = "unclear"
     except Hang:
-        kind, said = "hang", f"more than {SECONDS} s"
+        kind, message = "hang", f"more than {SECONDS} s"
     except BaseException:
-        kind, said = "traceback", traceback.format_exc()
-    left = [p.name for p in folder.rglob(".*") if not p.name.startswith((".lock", ".0", ".1", ".2"))]
+        kind, message = "traceback", traceback.format_exc()
+    left = [p.name for p in folder.rglob(".*") if not p.name.startswith((LOCK, ".0", ".1", ".2"))]
     if kind in ("result", "refused") and left:
-        kind, said = "half-written file", ", ".join(left)
-    return kind, said
+        kind, message = "half-written file", ", ".join(left)
+    return kind, message
 
 
 def campaign(readers: list[str], seed: int, first: int, inputs: int, verbose: bool) -> dict[str, Counter[str]]:
     counts: dict[str, Counter[str]] = {}
     for reader in readers:
-        counts[reader], begun = Counter(), time.perf_counter()
+        counts[reader], began = Counter(), time.perf_counter()
         for number in range(first, first + inputs):
             with tempfile.TemporaryDirectory(prefix="gradveil-fuzz-") as folder:
-                kind, said = outcome(reader, seed, number, Path(folder))
+                kind, message = outcome(reader, seed, number, Path(folder))
             counts[reader][kind] += 1
             if kind not in ("result", "refused"):
-                print(f"--- {reader} {number}: {kind}\n{said}", file=sys.stderr, flush=True)
+                print(f"--- {reader} {number}: {kind}\n{message}", file=sys.stderr, flush=True)
             elif verbose:
-                print(f"{reader} {number}: {kind} {said}")
-        print(f"{reader}: {dict(counts[reader])} in {time.perf_counter() - begun:.0f} s", flush=True)
+                print(f"{reader} {number}: {kind} {message}")
+        print(f"{reader}: {dict(counts[reader])} in {time.perf_counter() - began:.0f} s", flush=True)
     return counts
 
 
@@ -119,9 +120,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
     gv.audit(
         DATA, victim(), "none", "ig:steps=1", victims=1, quiet=True
-    )  # all imports done, so that no alarm rings in one
+    )  # imports everything, so that no import is interrupted
     os.environ.setdefault("COLUMNS", "200")
-    begun = time.perf_counter()
+    began = time.perf_counter()
     readers = [options.only] if options.only else list(READERS)
     counts = campaign(readers, options.seed, options.first, options.inputs, options.verbose)
     faults = sum(n for c in counts.values() for kind, n in c.items() if kind not in ("result", "refused"))
@@ -137,8 +138,8 @@ def main() -> int:
             )
         total = sum(c.total() for c in counts.values())
         about = (
-            f"{total} inputs, {options.inputs} a reader, seed {options.seed}, numbered from {options.first} on; "
-            f"a hang is more than {SECONDS} s. {time.perf_counter() - begun:.0f} s in all."
+            f"{total} inputs, {options.inputs} per reader, seed {options.seed}, numbered from {options.first} on; "
+            f"a hang is more than {SECONDS} s. {time.perf_counter() - began:.0f} s in all."
         )
         record("Bad input", "fuzz.py", [about, "", *rows])
     return 1 if faults else 0

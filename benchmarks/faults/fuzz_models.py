@@ -220,13 +220,13 @@ def attacked(rng: Random, folder: Path) -> Job:
     save_file(_update(module, x, y), file)
     swift = rng.choice(["swift:restarts=1,cycles=1,adam_steps=20"] * 7 + ["swift"])
     chosen = rng.choice([[swift], [swift], ["linear", "rgap", swift]])
-    given: dict[str, Any] = {"labels": y.tolist()} if rng.random() < 0.3 else {}
+    options: dict[str, Any] = {"labels": y.tolist()} if rng.random() < 0.3 else {}
 
     def job() -> object:
-        found = gv.attack_update(file, module, SHAPE, chosen, batch_size=size, budget="quick", **given)
-        problems = list(found.not_applicable.values())
+        rebuilt = gv.attack_update(file, module, SHAPE, chosen, batch_size=size, budget="quick", **options)
+        problems = list(rebuilt.not_applicable.values())
         assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"
-        return found.save(folder / "out")
+        return rebuilt.save(folder / "out")
 
     return job
 
@@ -237,11 +237,11 @@ def _update(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     try:
         grown = copy.deepcopy(module).train(False)
         F.cross_entropy(grown(x), y).backward()
-        found = {n: p.grad.to_dense() for n, p in grown.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad.to_dense() for n, p in grown.named_parameters() if p.grad is not None}
     except (Exception, SystemExit):  # whatever such a model does
-        found = {}
+        gradients = {}
     noise = torch.Generator().manual_seed(0)
     for n, p in named.items():
-        if p.requires_grad and n not in found:
-            found[n] = torch.randn(p.shape, generator=noise) * 0.01
-    return {n: t.contiguous() for n, t in found.items()}
+        if p.requires_grad and n not in gradients:
+            gradients[n] = torch.randn(p.shape, generator=noise) * 0.01
+    return {n: t.contiguous() for n, t in gradients.items()}

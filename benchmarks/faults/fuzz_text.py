@@ -34,8 +34,8 @@ def grammar(rng: Random, folder: Path) -> Job:
         key = rng.choice(
             ["ratio", "std", "steps", "policy", "restarts", "norm", "size", "private", "alpha", text(rng, 6)]
         )
-        given = rng.choice([str(rng.choice(HUGE)), "0.5", "-1", "nan", "inf", "1e400", "3-1-7+43-18-18", *TEXTS])
-        written += (":" if ":" not in written else ",") + f"{key}={given}"
+        setting = rng.choice([str(rng.choice(HUGE)), "0.5", "-1", "nan", "inf", "1e400", "3-1-7+43-18-18", *TEXTS])
+        written += (":" if ":" not in written else ",") + f"{key}={setting}"
     if rng.random() < 0.3:
         written += "+" + rng.choice(names)
     if rng.random() < 0.4:
@@ -61,7 +61,7 @@ def config(rng: Random, folder: Path) -> Job:
     }
     for _ in range(rng.randrange(4)):
         key = rng.choice([*AuditSpec.model_fields, "out", text(rng, 10)])
-        spec[key] = value(rng)  # type: ignore[assignment]
+        spec[key] = value(rng)
     with contextlib.suppress(yaml.YAMLError):
         written = yaml.safe_dump(spec, allow_unicode=rng.random() < 0.5)
     content = written.encode("utf-8", "surrogatepass")

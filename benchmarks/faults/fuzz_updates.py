@@ -6,17 +6,18 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from damage import CLASSES, HUGE, SHAPE, Job, Random, damaged, safetensors, text, value
 
 import gradveil as gv
-from gradveil.data import load
+from gradveil.data import DataSet, load
 from gradveil.federation import FederationPlan, train
 
 
-def _data() -> object:
+def _data() -> DataSet:
     draw = torch.Generator().manual_seed(0)
     return load((torch.rand(60, *SHAPE, generator=draw), torch.arange(60) % CLASSES))
 
@@ -92,12 +93,14 @@ def facts(rng: Random) -> dict[str, object]:
 def update(rng: Random, folder: Path) -> Job:
     file = folder / "update.safetensors"
     tensors_file(rng, file, facts(rng))
-    given = {"input_shape": SHAPE} if rng.random() < 0.3 else {}
-    given |= {"labels": [rng.choice([0, 1, 2, 3, -1])]} if rng.random() < 0.1 else {}  # type: ignore[dict-item]
+    options: dict[str, Any] = {"input_shape": SHAPE} if rng.random() < 0.3 else {}
+    options |= {"labels": [rng.choice([0, 1, 2, 3, -1])]} if rng.random() < 0.1 else {}
 
     def job() -> object:
-        found = gv.attack_update(update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **given)
-        return found.save(folder / "out")
+        rebuilt = gv.attack_update(
+            update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **options
+        )
+        return rebuilt.save(folder / "out")
 
     return job
 
@@ -108,13 +111,13 @@ def checkpoint(rng: Random, folder: Path) -> Job:
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     for file in (before, after):
         tensors_file(rng, file, {})
-    more = {"lr": rng.choice([0.1, 0.0, -1.0, float("nan"), 1e300])} if rng.random() < 0.9 else {}
+    more: dict[str, Any] = {"lr": rng.choice([0.1, 0.0, -1.0, float("nan"), 1e300])} if rng.random() < 0.9 else {}
 
     def job() -> object:
-        found = gv.attack_update(
+        rebuilt = gv.attack_update(
             before=before, after=after, model=victim(), input_shape=SHAPE, attacks=["linear", "ig:steps=2"], **more
         )
-        return found.save(folder / "out")
+        return rebuilt.save(folder / "out")
 
     return job
 

@@ -35,7 +35,8 @@ from small import SECONDS, digits
 
 from gradveil import attacks, defenses, models
 from gradveil.cli import main as main_of_gradveil
-from gradveil.storage import resumable as trained
+from gradveil.storage import resumable
+from gradveil.storage.files import LOCK
 
 MOST = 12  # kills of one run: then it is let through
 
@@ -95,13 +96,13 @@ class Run:
 
 
 def descendants(pid: int) -> list[int]:
-    """Workers are sessions of their own: found through the process table, and ended with their parent."""
-    found = []
+    """Workers are separate sessions: the process table lists them, and they are ended with their parent."""
+    children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found += [int(path.parent.name), *descendants(int(path.parent.name))]
-    return found
+                children += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return children
 
 
 def timeless(value: Any) -> Any:
@@ -112,7 +113,7 @@ def timeless(value: Any) -> Any:
 
 def audited(folder: Path) -> Any:
     out = folder / "out"
-    left = [p.name for p in (*out.rglob(".*"), *out.rglob("*.partial.*")) if p.name != ".lock"]
+    left = [p.name for p in (*out.rglob(".*"), *out.rglob("*.partial.*")) if p.name != LOCK]
     nets = {p.name: {n: t.tolist() for n, t in load_file(p).items()} for p in out.glob("cache/*.safetensors")}
     cells = {p.name: timeless(json.loads(p.read_text())) for p in (out / "cells").iterdir()}
     tensors = {p.name: {n: t.tolist() for n, t in load_file(p).items()} for p in (out / "tensors").iterdir()}
@@ -205,7 +206,7 @@ def main() -> int:
         "torch._dynamo",
     ):
         importlib.import_module(module)
-    trained.EVERY = 0.1  # these trainings take seconds, not minutes
+    resumable.EVERY = 0.1  # these trainings take seconds, not minutes
     attacks.registry.names(), defenses.registry.names(), models.MODELS.names()
     with tempfile.TemporaryDirectory(prefix="gradveil-kills-") as name:
         root = Path(name)

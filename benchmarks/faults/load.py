@@ -1,4 +1,4 @@
-"""An audit of many small cells: what one costs beside its work, how memory grows, how large the folder gets.
+"""An audit of many small cells: the cost per cell beside its work, the growth of memory, the size of the folder.
 
     python benchmarks/faults/load.py --cells 2000
 
@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from record import record
@@ -20,23 +19,24 @@ from small import digits
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
-from gradveil.auditing.plan import Cell, make_plan
+from gradveil.auditing.plan import make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
+from gradveil.storage.run_folder import CellName, StoredCell
 
 
 class Watch(Display):
-    """Notes when each cell ended, how long its own work took, and how much memory the process has."""
+    """Records when each cell ended, how long its work took, and the memory of the process."""
 
     def __init__(self) -> None:
         self.ends: list[float] = [time.perf_counter()]
         self.work: list[float] = []
         self.memory: list[int] = []
 
-    def end(self, cell: Cell, content: dict[str, Any]) -> None:
+    def end(self, cell: CellName, stored: StoredCell) -> None:
         self.ends.append(time.perf_counter())
-        self.work.append(float(content.get("seconds") or 0.0))
+        self.work.append(stored.seconds or 0.0)
         self.memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
 
 
@@ -51,9 +51,9 @@ def main() -> None:
         values = {"data": str(digits(root / "small.npz")), "defenses": defenses, "attacks": "linear", "victims": 1}
         case, watch = Case(make_spec(values)), Watch()
         total = len(make_plan(case))
-        begun = time.perf_counter()
+        began = time.perf_counter()
         run_audit(case, Execution(out=root / "run", workers=0), watch)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - began
         size = sum(p.stat().st_size for p in (root / "run").rglob("*") if p.is_file())
         stored = sum(p.stat().st_size for p in (root / "run" / "tensors").iterdir())
         again = time.perf_counter()
@@ -65,7 +65,7 @@ def main() -> None:
     first, last = statistics.median(beside[:tenth]), statistics.median(beside[-tenth:])
     early, late = watch.memory[tenth], watch.memory[-1]
     lines = [
-        "| cells | seconds | beside its work, a cell: first tenth | last tenth | memory after a tenth | at the end |"
+        "| cells | seconds | beside its work, per cell: first tenth | last tenth | memory after a tenth | at the end |"
         " folder | of it tensors | the same command again |",
         "|---|---|---|---|---|---|---|---|---|",
         f"| {total} | {seconds:.0f} | {first:.1f} ms | {last:.1f} ms | {early / 2**20:.0f} MB | {late / 2**20:.0f} MB |"

@@ -126,7 +126,7 @@ def finished(running: subprocess.Popen[bytes], folder: Path, count: int) -> dict
 def all_nodes_killed() -> list[str]:
     """All nodes are killed, without and with the head."""
     rows = []
-    for what, spared in (("both worker nodes", 1), ("both worker nodes and the head", 0)):
+    for killed, spared in (("both worker nodes", 1), ("both worker nodes and the head", 0)):
         with tempfile.TemporaryDirectory(prefix="gv-") as name:
             root = Path(name)
             data = digits(root / "small.npz")
@@ -144,7 +144,7 @@ def all_nodes_killed() -> list[str]:
             assert all(after[key] == content for key, content in before.items())
             more = audit(data, root / "run", "--workers", "1").wait()
             assert more == 0, f"exit code {more} without the cluster"
-            rows.append(f"| {what} | {len(after)} | {seconds:.0f} s | {running.returncode} | {len(after)} |")
+            rows.append(f"| {killed} | {len(after)} | {seconds:.0f} s | {running.returncode} | {len(after)} |")
     head = "| killed | cells finished | the audit ended after | exit code | of them intact, and gone on from |"
     return ["When no node is left, the audit ends in one line.", "", head, "|---|---|---|---|---|", *rows]
 

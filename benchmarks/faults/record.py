@@ -19,9 +19,9 @@ def record(title: str, script: str, lines: list[str]) -> None:
     sections = _sections()
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores."
     sections[title] = "\n".join([f"Written by `benchmarks/faults/{script}`. {where}", "", *lines]).rstrip() + "\n"
-    known = [t for t in ORDER if t in sections] + [t for t in sections if t not in ORDER]
+    titles = [t for t in ORDER if t in sections] + [t for t in sections if t not in ORDER]
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(HEAD + "".join(f"\n## {t}\n\n{sections[t]}" for t in known), encoding="utf-8")
+    PAGE.write_text(HEAD + "".join(f"\n## {t}\n\n{sections[t]}" for t in titles), encoding="utf-8")
 
 
 def _sections() -> dict[str, str]:

@@ -56,12 +56,12 @@ def attack(request: dict[str, Any]) -> dict[str, Any]:
     for x, y in zip(pixels.split(1), labels.split(1), strict=True):
         gradients = torch.autograd.grad(loss(model((x - mean) / std), y), list(model.parameters()))
         norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
-        known = {"num_data_points": 1, "labels": y, "local_hyperparams": None}
-        shared = [{"gradients": list(gradients), "buffers": None, "metadata": known}]
+        metadata = {"num_data_points": 1, "labels": y, "local_hyperparams": None}
+        shared = [{"gradients": list(gradients), "buffers": None, "metadata": metadata}]
         begun = time.process_time()
-        found, _ = attacker.reconstruct(payload, shared, server_secrets={})
+        answer, _ = attacker.reconstruct(payload, shared, server_secrets={})
         seconds.append(time.process_time() - begun)
-        error = ((found["data"] * std + mean).clamp(0, 1) - x).double().square().mean()
+        error = ((answer["data"] * std + mean).clamp(0, 1) - x).double().square().mean()
         quality.append(float(-10 * error.log10()))
     return {"seconds": seconds, "psnr": quality, "norms": norms}
 

@@ -140,8 +140,8 @@ def test_it_goes_on_where_it_stood_and_tells_engines_apart(plain: nn.Module, dat
     class Stopped(Exception):
         pass
 
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("training") and done == 1:
+    def stop(text: str, done: int, total: int) -> None:
+        if text.startswith("training") and done == 1:
             raise Stopped
 
     how = {"rounds": 3, "engine": "flower", **SMALL}

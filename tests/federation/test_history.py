@@ -41,8 +41,8 @@ class Killed(Exception):
 
 
 def killed_after(rounds: int) -> Any:
-    def progress(what: str, done: int, total: int) -> None:
-        if what.startswith("training") and done == rounds:
+    def progress(text: str, done: int, total: int) -> None:
+        if text.startswith("training") and done == rounds:
             raise Killed
 
     return progress

@@ -174,10 +174,10 @@ def test_accuracies_are_those_of_the_final_state(plain: nn.Module, data: DataSet
     def right(x: Tensor, y: Tensor) -> float:
         return float((module((x - data.mean) / data.std).argmax(1) == y).double().mean())
 
-    own = torch.cat(federation.shares[:2])
+    defended_images = torch.cat(federation.shares[:2])
     assert history.acc_test[-1] == right(data.test.x, data.test.y)
     assert history.acc_train[-1] == right(data.private.x, data.private.y)
-    assert history.acc_sensitive[-1] == right(data.private.x[own], data.private.y[own])
+    assert history.acc_sensitive[-1] == right(data.private.x[defended_images], data.private.y[defended_images])
     logits = module((data.private.x - data.mean) / data.std)
     assert history.loss[-1] == pytest.approx(F.cross_entropy(logits, data.private.y).item(), abs=1e-6)
 

@@ -76,7 +76,7 @@ def test_cells_are_shared_between_recipes_and_runs(
     done = counted(monkeypatch)
     first = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
     assert sorted(done) == sorted(
-        f"{what} under {defense}" for what in ("updates", "ig:steps=2") for defense in ("none", "prune:ratio=0.9")
+        f"{work} under {defense}" for work in ("updates", "ig:steps=2") for defense in ("none", "prune:ratio=0.9")
     )
     done.clear()
     other = tmp_path / "other.yaml"
