@@ -16,8 +16,8 @@ from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.defenses.base import Defense
 from gradveil.metrics.registry import registered
 
-Kind = Literal["baseline", "train", "observe", "attack", "utility"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CellKind = Literal["baseline", "train", "observe", "attack", "utility"]
+KINDS: tuple[CellKind, ...] = get_args(CellKind)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Cell:
     """One piece of work: stored when it is done, and never done twice."""
 
     key: str
-    kind: Kind
+    kind: CellKind
     defense: str = ""
     attack: str = ""  # of an observe cell: the malicious server's, whose model the update was computed on
     needs: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Plan:
     def __len__(self) -> int:
         return len(self.cells)
 
-    def of(self, kind: Kind, defense: str = "") -> list[Cell]:
+    def of(self, kind: CellKind, defense: str = "") -> list[Cell]:
         return [c for c in self.cells if c.kind == kind and c.defense == defense]
 
 
@@ -89,7 +89,13 @@ def _code(method: Attack | Defense) -> list[object]:
 
 
 def _cell(
-    case: Case, kind: Kind, facts: Sequence[object], defense: str = "", attack: str = "", *, needs: Sequence[Cell] = ()
+    case: Case,
+    kind: CellKind,
+    facts: Sequence[object],
+    defense: str = "",
+    attack: str = "",
+    *,
+    needs: Sequence[Cell] = (),
 ) -> Cell:
     """`facts` are what the content depends on beside the case, the methods' texts and the cells it needs."""
     keys = tuple(cell.key for cell in needs)
