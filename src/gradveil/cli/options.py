@@ -11,18 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    Optional,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -60,8 +49,9 @@ def parser_of(command: Command) -> click.Command:
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command(command.__module__.rpartition(".")[2], cls=_Parser)(function)
     parser = typer.main.get_command(app)
-    for parameter, declared in zip(parser.params, inspect.signature(function).parameters.values(), strict=False):
-        parameter.__dict__["help"] = get_args(declared.annotation)[1].help  # click 8.5 drops that of arguments
+    declared = inspect.signature(function).parameters
+    for parameter in parser.params:  # click 8.5 drops the help of arguments
+        parameter.__dict__["help"] = get_args(declared[str(parameter.name)].annotation)[1].help
     return parser
 
 
@@ -96,11 +86,11 @@ def _parameters(cls: type, prefix: str = "") -> list[inspect.Parameter]:
     parameters = []
     for name, field in fields_of(cls).items():
         option, inner = option_of(name, field, prefix), nested_class(field)
-        kind = bool if inner else _kind(field)
+        kind: Any = bool if inner else _kind(field)
         names = f"{option}/--no-{option[2:]}" if kind is bool else option
         text = _with_default(field.description or _choices(field), default_of(field))
         info = typer.Option(names, help=text, metavar=None if kind is bool else _METAVARS.get(kind, "TEXT"))
-        parameters.append(_parameter(prefix + name, Optional[kind], info, None))  # noqa: UP045
+        parameters.append(_parameter(prefix + name, kind | None, info, None))
         parameters += _parameters(inner, f"{prefix}{name}_") if inner else []
     return parameters
 
@@ -111,7 +101,7 @@ def _parameter(name: str, kind: object, info: ParameterInfo, default: object) ->
     return inspect.Parameter(name, kinds, default=default, annotation=Annotated[kind, info])
 
 
-def _kind(field: FieldInfo) -> object:
+def _kind(field: FieldInfo) -> Any:
     """What typer reads the option as; the class checks the value again."""
     kind, *others = types_of(field)
     if get_origin(kind) is tuple:

@@ -24,12 +24,8 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 def command(name: Annotated[str, typer.Argument(help="A defense, attack, model or data set.", metavar="NAME")]) -> None:
     """Show what a method is, whose idea it is, its settings with bounds and defaults, and an example."""
-    methods: dict[str, Registry[Any]] = {
-        "defense": defenses.registry,
-        "attack": attacks.registry,
-        "model": models.MODELS,
-    }
-    cards = [_card(kind, registry[name]) for kind, registry in methods.items() if name in registry]
+    kinds: dict[str, Registry[Any]] = {"defense": defenses.registry, "attack": attacks.registry, "model": models.MODELS}
+    cards = [_card(kind, registry[name]) for kind, registry in kinds.items() if name in registry]
     cards += [[f"{entry} (data set)", text] for entry, text in KINDS["data"]() if entry == name]
     if not cards:
         names = [entry for kind in ("defenses", "attacks", "models", "data") for entry, _ in KINDS[kind]()]
