@@ -174,7 +174,7 @@ def test_a_given_start_is_given_in_pixels(observe_victims: Callable, shapes: Dat
     seen, truth = observe_victims(data=shapes, victims=2)
     target = target_of(seen)
     images = torch.stack([t.original.x for t in truth])
-    drawn = Start("given", images=images).draw(target, 2, generator(0))
+    drawn = Start("images", images=images).draw(target, 2, generator(0))
     assert torch.allclose(drawn[::2], inputs(target, truth))
     assert torch.equal(drawn[::2], drawn[1::2])
 

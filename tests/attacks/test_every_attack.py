@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +17,18 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil import models
 from gradveil.attacks import parse
 from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks.budget import Workload
+from gradveil.attacks.counters.dcs2 import joint
+from gradveil.attacks.matching import fed_images, swift
 from gradveil.attacks.registry import registry
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation, Reconstruction
 from gradveil.core.types import LocalTraining
 from gradveil.data import DataSet
+from gradveil.defenses import parse as parse_defense
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
 
@@ -39,6 +46,7 @@ MLP = seeded(nn.Flatten, lambda: nn.Linear(144, 10), nn.ReLU, lambda: nn.Linear(
 NORM = seeded(
     lambda: nn.Conv2d(1, 3, 5, stride=2), lambda: nn.BatchNorm2d(3), nn.ReLU, nn.Flatten, lambda: nn.Linear(48, 3)
 )
+SMOOTH = seeded(lambda: nn.Conv2d(1, 4, 5), nn.Sigmoid, lambda: nn.AvgPool2d(2), nn.Flatten, lambda: nn.Linear(64, 3))
 PLAIN: dict[str, dict[str, Any]] = {
     "single": {},
     "linear first": {"model": MLP},
@@ -133,9 +141,9 @@ def test_it_leaves_the_global_random_stream_alone(name: str, observe_victims: Ca
 @pytest.mark.parametrize("name", EVERY)
 def test_it_can_be_read_and_read_about(name: str) -> None:
     cls = registry[name]
-    own = inspect.getdoc(cls)
-    assert own
-    assert own != inspect.getdoc(Attack)
+    text = inspect.getdoc(cls)
+    assert text
+    assert text != inspect.getdoc(Attack)
     assert inspect.getmodule(cls).__doc__  # type: ignore[union-attr]
     attack = cls()
     assert attack.spec == name
@@ -143,6 +151,21 @@ def test_it_can_be_read_and_read_about(name: str) -> None:
     assert cls.__call__ is Attack.__call__  # sealed: checks, seeds and times are the same for all
     for need in cls.needs:
         assert need in ("labels", "public", "secrets") or need.startswith("secret:")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_its_docstring_explains_every_setting_and_has_an_example_that_runs(name: str) -> None:
+    text = inspect.getdoc(registry[name]) or ""
+    arguments = text.partition("Args:")[2].partition("Example:")[0]
+    for field in dataclasses.fields(registry[name]):  # type: ignore[arg-type]
+        assert re.search(rf"\b{field.name}\b", arguments), f"'{field.name}' is not explained"
+    example = text.partition("Example: ")[2].split()
+    assert example[:2] == ["gradveil", "audit"]
+    options = dict(itertools.pairwise(example[2:]))
+    assert type(parse(options["--attack"])) is registry[name]
+    if not options.get("--defense", "mypackage").startswith("mypackage"):
+        parse_defense(options["--defense"])
+    assert set(options) & {"--model"} == set() or options["--model"] in models.MODELS
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -189,3 +212,39 @@ def test_an_answer_that_is_not_finite_is_recorded_as_failed(observe_victims: Cal
     assert fine.failed is None
     assert failed.failed
     assert torch.isfinite(failed.images).all()
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+FACTOR = 4  # within which an attack's word about its iterations must be right
+LADDERS = ((swift, "LADDER"), (swift, "FINISH"), (swift, "CYCLE"), (fed_images, "LADDER"), (joint, "LADDER"))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_says_what_it_will_cost(
+    name: str, observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches are shortened by the settings that both the search and the attack's word about it go by."""
+    monkeypatch.setattr(extractors, "STEPS", 3)
+    monkeypatch.setattr(Workload, "steps", lambda _, steps, least=200: min(steps, 20))
+    for module, ladder in LADDERS:
+        monkeypatch.setattr(module, ladder, tuple((weight, 10) for weight, _ in getattr(module, ladder)))
+    monkeypatch.setattr(fed_images, "POLISH", (1e-7, 10))
+    fields = {f.name for f in dataclasses.fields(registry[name])}  # type: ignore[arg-type]
+    attack = registry[name](**{k: 12 for k in ("steps", "look") if k in fields})
+    # It is tried where it counters a defense, also on a smooth net that no closed form unrolls.
+    counters = [ground for title, ground in grounds(name).items() if title.startswith(("counters", "tampered"))]
+    tried = [{**ground, **more} for ground in counters or [PLAIN["seen twice"]] for more in ({}, {"model": SMOOTH})]
+    used = []
+    for ground in [*tried, *([PLAIN["linear first"]] if name == "linear" else [])]:
+        seen, _ = observe_victims(data=shapes, victims=1, level="upper-bound", **ground)
+        found = answers(attack, seen)
+        if isinstance(found, str):
+            continue
+        size = seen[0].knowledge.batch_size
+        cost = attack.cost(Workload(seen[0].task, "standard", size, public_images=len(shapes.public)))
+        assert cost.rows >= 1
+        assert found[0].iterations <= FACTOR * cost.iterations, ground
+        used.append(found[0].iterations)
+    assert used, "it applies nowhere"
+    assert cost.iterations <= FACTOR * max(used)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import parse
-from gradveil.attacks.labels import bias_rule, idlg, infer_labels, llg, minimum_rule
+from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.labels.rules import bias_rule, idlg, llg, minimum_rule
 from gradveil.attacks.layers import classifier_name
 from gradveil.core.types import LocalTraining
 

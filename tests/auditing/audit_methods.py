@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import rows_at_once
 from gradveil.core.observation import Observation
 from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
@@ -95,7 +94,7 @@ class Hungry(Attack):
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
         try:
-            rows = min(rows_at_once(target) or target.shape[0], target.shape[0])
+            rows = min(target.rows_at_once or target.shape[0], target.shape[0])
             torch.ones(self.least(rows) * 200 * 2**20 // 4)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)

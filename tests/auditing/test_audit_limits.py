@@ -69,7 +69,7 @@ def mean_psnr(found, traces) -> float:
 def test_chunks_change_the_answer_by_rounding_alone(observe_victims, shapes, spec, rows, size):
     observations, traces = observe_victims(shapes, "lenet", victims=3, batch_size=size)
     attack = attacks.parse(spec)
-    one = row_bytes(Target(observations, torch.zeros(3, size), torch.Generator()))
+    one = row_bytes(Target(observations, torch.zeros(3, size), torch.Generator()).workload)
     whole, parts = (mean_psnr(attack(observations, memory=m), traces) for m in (None, rows * one))
     assert parts == pytest.approx(whole, abs=0.5)
 

@@ -1,6 +1,6 @@
 """What an attack is: a function from observations to reconstructions that declares what it needs to know.
 
-`__call__` is sealed: it checks the knowledge, infers labels where they are not given, stacks the victims that share a
+`__call__` is sealed: it checks the knowledge, infers labels where they are not granted, stacks the victims that share a
 model, seeds, times, and turns non-finite answers into recorded failures. Subclasses write `run` for one stack of victims.
 """
 
@@ -15,18 +15,18 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.budget import Budget, Cost, Workload, row_bytes
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.targets import infer_targets
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.observation import Knowledge, Observation, Reconstruction, Sighting
+from gradveil.core.observation import Knowledge, Observation, Reconstruction
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Tensors, hard_labels
 
-Budget = Literal["quick", "standard", "thorough"]
 Targets = Literal["classes", "any", "unused"]
 
 
@@ -35,7 +35,7 @@ class Target:
     """Victims that share a model, stacked: what `run` works on."""
 
     observations: list[Observation]
-    labels: Tensor  # N × B class numbers, or N × B × classes when soft; given, or inferred from the update
+    labels: Tensor  # N × B class numbers, or N × B × classes when soft; granted, or inferred from the update
     rng: torch.Generator
     budget: Budget = "standard"
     progress: Steps | None = None
@@ -69,13 +69,24 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Victims, images a victim, channels, height, width."""
+        """Victims, images per victim, channels, height, width."""
         return (len(self.observations), self.knowledge.batch_size, *self.task.input_shape)
 
     @property
     def hard_labels(self) -> Tensor:
         """N × B class numbers; of soft labels the largest."""
         return hard_labels(self.labels, soft_ndim=3)
+
+    @property
+    def workload(self) -> Workload:
+        public = self.knowledge.public
+        images = 0 if public is None else len(public)
+        return Workload(self.task, self.budget, self.knowledge.batch_size, self.training, images)
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """How many rows of victims · restarts fit the memory; None where there is no limit."""
+        return None if self.memory is None else max(1, self.memory // row_bytes(self.workload))
 
     @property
     def sightings(self) -> int:
@@ -105,8 +116,8 @@ class Target:
         return replace(self, observations=observations, labels=labels, _stacked={})
 
     def subset(self, rows: Sequence[int], purpose: str = "") -> Target:
-        """The same question about some of the victims; a `purpose` gets a random stream of its own, so that what is
-        drawn for it does not depend on what was drawn before."""
+        """The same question about a selection of the victims. A `purpose` gets a separate random stream, so that its
+        draws do not depend on what was drawn before."""
         picked = [self.observations[i] for i in rows]
         rng = generator(self.rng.initial_seed(), purpose) if purpose else self.rng
         return replace(self.about(picked, self.labels[list(rows)]), rng=rng)
@@ -118,7 +129,7 @@ class Answer:
 
     x: Tensor
     score: Tensor
-    labels: Tensor | None = None  # where the attack found its own
+    labels: Tensor | None = None  # where the attack inferred them itself
     iterations: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
 
@@ -130,7 +141,7 @@ class Attack:
     version: ClassVar[int] = 1  # raised when the results change
     needs: ClassVar[frozenset[str]] = frozenset()  # of: labels, public, secrets
     adaptive: ClassVar[bool] = False
-    # What it can do where targets are no class numbers: nothing; work with any the loss takes; do without them.
+    # What it does where targets are no class numbers: nothing; works with any the loss takes; does without them.
     targets: ClassVar[Targets] = "classes"
 
     def applies(self, observation: Observation) -> str | None:
@@ -143,6 +154,10 @@ class Attack:
         `public` are images of the same kind as the network takes them, where the server has any.
         """
         return module
+
+    def cost(self, work: Workload) -> Cost:
+        """About what it will take, for plans and for memory. A class that does not say counts as a plain search."""
+        return Cost(work.steps(1_000))
 
     def run(self, target: Target) -> Answer:
         raise TypeError(f"{type(self).__name__} does not say how it runs")
@@ -197,9 +212,9 @@ class Attack:
         return self.applies(observation)
 
     def _labels(self, observation: Observation) -> Tensor:
-        given = observation.knowledge.labels
-        if given is not None:
-            return given
+        granted = observation.knowledge.labels
+        if granted is not None:
+            return granted
         if observation.task.has_classes:
             return infer_labels(observation)
         if self.targets == "unused":
@@ -207,10 +222,25 @@ class Attack:
         return infer_targets(observation)
 
 
+class ClosedForm(Attack):
+    """An attack that reads the images off each update, without a search."""
+
+    def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Images (B × C × H × W, as the network takes them) and the adversary's score."""
+        raise NotImplementedError
+
+    def cost(self, work: Workload) -> Cost:
+        return Cost(0)
+
+    def run(self, target: Target) -> Answer:
+        images, scores = zip(*(self.read(o) for o in target.observations), strict=True)
+        return Answer(torch.stack(images), torch.stack(scores))
+
+
 def _has(knowledge: Knowledge, need: str) -> bool:
     if need.startswith("secret:"):
         return need.removeprefix("secret:") in knowledge.secrets
-    return getattr(knowledge, need) is not None
+    return {"labels": knowledge.labels, "public": knowledge.public, "secrets": knowledge.secrets}[need] is not None
 
 
 def _stacks(observations: Sequence[Observation]) -> list[list[int]]:
@@ -240,4 +270,4 @@ def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) 
     )
 
 
-__all__ = ["Answer", "Attack", "Budget", "Sighting", "Target"]
+__all__ = ["Answer", "Attack", "Budget", "ClosedForm", "Cost", "Target", "Workload"]

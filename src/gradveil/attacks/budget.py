@@ -1,44 +1,61 @@
-"""How long an attack may work: by budget, and by what one iteration costs on the model at hand."""
+"""What an attack costs: how long it may work by its budget, and what one row of its batch takes in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from gradveil.attacks.base import Target
+from gradveil.attacks.layers import hooked
+from gradveil.core.task import Task
+from gradveil.core.types import LocalTraining, Shape
 
+Budget = Literal["quick", "standard", "thorough"]
 _FACTOR = {"quick": 0.5, "standard": 1.0, "thorough": 4.0}
 _SMALL = 5e6  # multiply-adds of one image's forward pass up to which an attack gets all its steps
 
 
-def steps_for(target: Target, steps: int, *, least: int = 200) -> int:
-    """`steps` scaled by the budget, and down with the square root of the cost on large nets."""
-    cost = forward_cost(target.model.module, target.task.input_shape)
-    share = min(1.0, (_SMALL / max(cost, 1.0)) ** 0.5)
-    return max(min(least, steps), int(steps * _FACTOR[target.budget] * share))
+class Cost(NamedTuple):
+    """What one victim costs an attack."""
+
+    iterations: int  # evaluations of an update with its derivative, about; 0 for a closed form
+    rows: int = 1  # restarts or candidates of one victim, computed side by side
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the cost of an attack depends on; all of it is known before anything runs."""
+
+    task: Task
+    budget: Budget = "standard"
+    batch_size: int = 1
+    training: LocalTraining = field(default_factory=LocalTraining)
+    public_images: int = 0
+
+    def steps(self, steps: int, *, least: int = 200) -> int:
+        """`steps` scaled by the budget, and down with the square root of the cost on large nets."""
+        share = min(1.0, (_SMALL / max(forward_cost(self.task.model.module, self.task.input_shape), 1.0)) ** 0.5)
+        return max(min(least, steps), int(steps * _FACTOR[self.budget] * share))
 
 
 # Copies of the parameters and of the activations that one row of a matching attack holds at its peak: the update, its
-# comparison with the seen one, and the two passes of the second derivative. Measured; the larger models need fewer.
+# comparison with the observed one, and the two passes of the second derivative. Measured; larger models need fewer.
 _UPDATES, _ACTIVATIONS = 6, 12
 
 
-def row_bytes(target: Target) -> int:
+def row_bytes(work: Workload) -> int:
     """What one victim (or one of its restarts) takes while its images are matched."""
-    parameters = sum(t.numel() for t in target.model.parameters(target.state).values())
-    images = target.shape[1] * activations(target.model.module, target.task.input_shape)
-    steps = len(target.training.slices(target.shape[1]))  # local steps are differentiated through, all of them
+    model = work.task.model
+    parameters = sum(t.numel() for name, t in model.module.named_parameters() if name in model.trainable)
+    images = work.batch_size * activations(model.module, work.task.input_shape)
+    steps = len(work.training.slices(work.batch_size))  # local steps are differentiated through, all of them
     return 4 * steps * (_UPDATES * parameters + _ACTIVATIONS * images)
 
 
-def rows_at_once(target: Target) -> int | None:
-    """How many rows of victims · restarts fit the memory; None where there is no limit."""
-    return None if target.memory is None else max(1, target.memory // row_bytes(target))
-
-
-def activations(module: nn.Module, input_shape: tuple[int, int, int]) -> int:
+def activations(module: nn.Module, input_shape: Shape) -> int:
     """Numbers that the layers give out for one image."""
     total = 0
 
@@ -52,7 +69,7 @@ def activations(module: nn.Module, input_shape: tuple[int, int, int]) -> int:
     return total // 2 + input_shape[0] * input_shape[1] * input_shape[2]
 
 
-def forward_cost(module: nn.Module, input_shape: tuple[int, int, int]) -> float:
+def forward_cost(module: nn.Module, input_shape: Shape) -> float:
     """Multiply-adds of the linear and convolutional layers for one image."""
     total = 0.0
 
@@ -67,14 +84,7 @@ def forward_cost(module: nn.Module, input_shape: tuple[int, int, int]) -> float:
     return total
 
 
-def _run_with(
-    hook: Callable[..., None], parts: list[nn.Module], module: nn.Module, input_shape: tuple[int, int, int]
-) -> None:
+def _run_with(hook: Callable[..., None], parts: list[nn.Module], module: nn.Module, input_shape: Shape) -> None:
     """Two images through the module, with a hook on some of its parts."""
-    handles = [part.register_forward_hook(hook) for part in parts]
-    try:
-        with torch.no_grad():
-            module(torch.zeros(2, *input_shape, dtype=next(module.parameters()).dtype))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), hooked(part.register_forward_hook(hook) for part in parts):
+        module(torch.zeros(2, *input_shape, dtype=next(module.parameters()).dtype))

@@ -6,12 +6,25 @@ So a = ∇Wᵀδ/‖δ‖² is the layer's input and Wᵀδ the signal at it, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.core.observation import Observation
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are removed at the end of the block."""
+    kept = list(handles)
+    try:
+        yield
+    finally:
+        for handle in kept:
+            handle.remove()
 
 
 def linear_layers(observation: Observation) -> list[str]:
@@ -21,18 +34,11 @@ def linear_layers(observation: Observation) -> list[str]:
     def note(path: str) -> Callable[..., None]:
         return lambda *_: order.append(path)
 
-    handles = [
-        m.register_forward_pre_hook(note(path))
-        for path, m in model.module.named_modules()
-        if isinstance(m, nn.Linear) and f"{path}.weight" in model.trainable and f"{path}.bias" in model.trainable
-    ]
-    try:
-        with torch.no_grad():
-            images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
-            model(observation.state, images, model.draw_noise(2, torch.Generator().manual_seed(0)))
-    finally:
-        for handle in handles:
-            handle.remove()
+    layers = [(p, m) for p, m in model.module.named_modules() if isinstance(m, nn.Linear)]
+    used = [(p, m) for p, m in layers if f"{p}.weight" in model.trainable and f"{p}.bias" in model.trainable]
+    images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
+    with torch.no_grad(), hooked(m.register_forward_pre_hook(note(p)) for p, m in used):
+        model(observation.state, images, model.draw_noise(2, torch.Generator().manual_seed(0)))
     return order
 
 

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
+
+import pydantic
+from typing_extensions import dataclass_transform
 
 from gradveil.attacks.base import Attack, Targets
 from gradveil.core.errors import UserError
-from gradveil.core.settings import Registry
+from gradveil.core.settings import Registry, settings
 
 registry: Registry[Attack] = Registry("attack", package="gradveil.attacks")
+A = TypeVar("A", bound=Attack)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
 def attack(
     name: str, *, needs: set[str] | None = None, adaptive: bool = False, targets: Targets = "classes", version: int = 1
-) -> Callable[[type], type]:
-    """Register an attack under `name`; `needs` names the knowledge without which it cannot run, `targets` what it does
-    where targets are no class numbers (see `Attack.targets`). `version` is to be raised when the results change."""
-    return registry.register(name, needs=frozenset(needs or ()), adaptive=adaptive, targets=targets, version=version)
+) -> Callable[[type[A]], type[A]]:
+    """Make the class's fields the settings of an attack, and register it under `name`.
+
+    Args:
+        needs: the knowledge without which it cannot run: `labels`, `public`, `secrets` or `secret:NAME`.
+        adaptive: whether it knows the defense that it is built against.
+        targets: what it does where targets are no class numbers, see `Attack.targets`.
+        version: raised when the results change.
+    """
+    facts = {"adaptive": adaptive, "targets": targets, "version": version}
+    register = registry.register(name, needs=frozenset(needs or ()), **facts)
+
+    def add(cls: type[A]) -> type[A]:
+        made = cls if "__dataclass_fields__" in vars(cls) else settings(cls)
+        register(made)
+        return made
+
+    return add
 
 
 def parse(text: str | Attack) -> Attack:
     """The attack that `text` writes; an instance passes through."""
-    found = text if isinstance(text, Attack) else registry.parse(text)
-    if not isinstance(found, Attack):
+    method = text if isinstance(text, Attack) else registry.parse(text)
+    if not isinstance(method, Attack):
         raise UserError(f"'{text}' is not an attack: its class does not derive from gradveil.Attack.")
-    return found
+    return method

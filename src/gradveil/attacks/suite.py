@@ -28,7 +28,7 @@ GENERIC = ("layer-subsets", "expectation", "inverter")  # need only that the def
 
 
 def suite_attacks(defense: Defense, budget: Budget = "quick", updates: int = 1) -> list[str]:
-    """The suite for one defense: what everyone tries, what its counters know, what several updates of a batch add."""
+    """The suite for one defense: the common attacks, its counters, and what several updates of a batch allow."""
     counters = [name for name in defense.counters if name in registry]
     generic = GENERIC if any(part.stages and not part.counters for part in defense.parts) else ()
     repeated = ("repeats",) if updates > 1 and defense.random else ()

@@ -222,8 +222,7 @@ def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> 
     memory = limits.memory
     if limits.second_try:
         whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
-        restarts = getattr(attack, "restarts", 1)
-        taken = row_bytes(whole) * len(observations) * (max(1, restarts) if isinstance(restarts, int) else 1)
+        taken = row_bytes(whole.workload) * len(observations) * attack.cost(whole.workload).rows
         memory = min(taken, memory or taken) // 2
     run = partial(
         attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache

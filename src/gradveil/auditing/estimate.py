@@ -8,23 +8,19 @@ from collections.abc import Callable
 import torch
 
 from gradveil import models
-from gradveil.attacks.base import Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks.budget import Workload
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import one_thread
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.observation import Observation
-from gradveil.core.randomness import generator
 from gradveil.core.types import Tensors
 
-_STEPS = 4000  # of an attack that does not say; most of the suite's are of this size
 _OVERHEAD = 1.0  # seconds of any cell: reading, scoring, writing
 
 
 class Estimate:
-    """Seconds a cell, by rule of thumb: good for choosing a budget, not for a promise."""
+    """Seconds per cell, by rule of thumb: good for choosing a budget, not for a promise."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -36,7 +32,7 @@ class Estimate:
 
     def seconds(self, cell: Cell) -> float:
         if cell.kind == "attack":
-            return _OVERHEAD + self._steps(cell) * self._iteration
+            return _OVERHEAD + self._evaluations(cell) * self._iteration
         if cell.kind == "utility" and self.case.spec.utility:
             how = self.case.spec.utility
             return _OVERHEAD + how.rounds * how.clients * how.images * self._an_image(how.model)
@@ -46,15 +42,13 @@ class Estimate:
             return _OVERHEAD + images * self._an_image(None)
         return _OVERHEAD
 
-    def _steps(self, cell: Cell) -> float:
-        attack, case = self.case.attack(cell.attack), self.case
-        steps = getattr(attack, "steps", None)
-        if not isinstance(steps, int):
-            steps = steps_for(
-                Target([Observation(self._task, ())], torch.zeros(1), generator(0), case.spec.budget), _STEPS
-            )
-        restarts = getattr(attack, "restarts", 1)
-        return float(steps * (restarts if isinstance(restarts, int) else 1) * case.spec.updates)
+    def _evaluations(self, cell: Cell) -> int:
+        """How often the updates of all victims are computed and compared, as the attack says."""
+        case, public = self.case, self.case.public
+        images = 0 if public is None else len(public)
+        work = Workload(self._task, case.spec.budget, case.spec.batch_size, case.training, images)
+        cost = case.attack(cell.attack).cost(work)
+        return cost.iterations * cost.rows * case.spec.updates
 
     def _an_image(self, model: str | None) -> float:
         """Of training: a forward and a backward pass in a mini-batch."""

@@ -55,6 +55,13 @@ class Knowledge:
         """The part of the defense that is of this class, or None."""
         return next((p for p in (self.defense.parts if self.defense else ()) if isinstance(p, kind)), None)
 
+    def needed_part(self, kind: type[_Part]) -> _Part:
+        """The same for a caller that cannot do without."""
+        part = self.part(kind)
+        if part is None:
+            raise LookupError(f"the defense has no part of class {kind.__name__}")
+        return part
+
     @property
     def noise(self) -> Noise | None:
         """The noise that the defense declares for this batch size, or None."""

@@ -14,13 +14,9 @@ from functools import lru_cache
 import torch
 
 from gradveil import attacks, models
-from gradveil.attacks.base import Attack, Budget, Target
-from gradveil.attacks.budget import steps_for
-from gradveil.attacks.matching.ig import VARIANTS
+from gradveil.attacks.budget import Budget, Workload
 from gradveil.auditing.cells import one_thread
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.observation import Observation
-from gradveil.core.randomness import generator
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Shape
 from gradveil.data import load
@@ -29,7 +25,6 @@ from gradveil.data.split import sizes
 from gradveil.recipes.measures import WorkKind
 from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scale, Scaled
 
-STEPS = 4000  # of an attack that does not say
 BATCH, TRAIN_BATCH = 4, 16  # images that work is timed on
 SHAPES = {
     **dict.fromkeys(("mnist", "mnist-5k", "fashion-mnist"), (1, 28, 28)),
@@ -45,6 +40,7 @@ class DataFacts:
     shape: Shape
     classes: int
     private: int
+    public: int
 
 
 @dataclass(frozen=True)
@@ -105,29 +101,18 @@ def _facts(data: str, scale: Scale) -> DataFacts:
     named, options = source.named, source.options
     if named is None or (scale == "cpu" and named.available()):
         loaded = load(data)
-        return DataFacts(loaded.input_shape, loaded.num_classes, len(loaded.private))
+        return DataFacts(loaded.input_shape, loaded.num_classes, len(loaded.private), len(loaded.public))
     channels, height, width = SHAPES.get(named.name, PHOTOGRAPH)
     shape = (channels, options.size or height, options.size or width)
-    return DataFacts(shape, named.num_classes, sizes(named.images, options, test_published=True, name=data)[0])
+    private, public, _ = sizes(named.images, options, test_published=True, name=data)
+    return DataFacts(shape, named.num_classes, private, public)
 
 
 def _steps(text: str, model: str, facts: DataFacts, budget: Budget) -> int:
     """Iterations of an attack on one victim, all its restarts together."""
-    attack = attacks.parse(text)
-    restarts = getattr(attack, "restarts", 1)
-    return _once(attack, model, facts, budget) * (restarts if isinstance(restarts, int) else 1)
-
-
-def _once(attack: Attack, model: str, facts: DataFacts, budget: Budget) -> int:
-    if ".analytic." in type(attack).__module__:
-        return 0  # a closed form
-    steps = getattr(attack, "steps", None)
-    if isinstance(steps, int):
-        return steps
-    if getattr(attack, "paper", "gradveil") != "gradveil":
-        return VARIANTS[attack.paper].steps  # type: ignore[attr-defined]
     task = Task(_function(model, facts), facts.shape, facts.classes, torch.zeros(1), torch.ones(1))
-    return steps_for(Target([Observation(task, ())], torch.zeros(1), generator(0), budget), STEPS)
+    cost = attacks.parse(text).cost(Workload(task, budget, public_images=facts.public))
+    return cost.iterations * cost.rows
 
 
 @lru_cache(maxsize=64)

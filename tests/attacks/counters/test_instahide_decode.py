@@ -55,9 +55,9 @@ def test_neighbours_undo_the_mirror(seed: int) -> None:
 
 def test_signs_are_only_tried_out_where_encodings_can_confirm_them() -> None:
     _, mixture, low, high = _encoded(generator(0, "instahide"))
-    few = Mixture(mixture.mixing[:6], mixture.mean, mixture.own)
+    few = Mixture(mixture.mixing[:6], mixture.mean, mixture.victims)
     assert confirmed(few, low[:6], high[:6]) is None  # nothing left to confirm by
-    alike = Mixture(mixture.mixing[:1].expand(18, -1), mixture.mean, mixture.own)
+    alike = Mixture(mixture.mixing[:1].expand(18, -1), mixture.mean, mixture.victims)
     assert confirmed(alike, low, high) is None
 
 

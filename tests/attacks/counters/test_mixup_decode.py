@@ -23,7 +23,7 @@ def test_least_squares_in_the_pixel_range_agree_with_the_closed_form() -> None:
     exact = torch.linalg.lstsq(mixing, encodings.flatten(1)).solution.view_as(truth)
     assert torch.allclose(found, exact, atol=0.01)
     # What no equation speaks of stays at the mean.
-    alone = Mixture(torch.cat([mixing, torch.zeros(12, 1)], 1), torch.full((6, 1, 3, 4), 0.25), mixture.own)
+    alone = Mixture(torch.cat([mixing, torch.zeros(12, 1)], 1), torch.full((6, 1, 3, 4), 0.25), mixture.victims)
     assert torch.allclose(unmix(alone, encodings, 200)[5], torch.tensor(0.25))
 
 

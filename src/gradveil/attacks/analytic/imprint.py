@@ -17,11 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.registry import attack
+from gradveil.attacks import ClosedForm, attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.settings import settings
 
 
 class ImprintBlock(nn.Module):
@@ -55,12 +53,17 @@ class Imprinted(nn.Module):
 
 
 @attack("imprint", targets="unused")
-@settings
-class Imprint(Attack):
-    """A malicious block in front of the model; images by differences of its rows."""
+class Imprint(ClosedForm):
+    """A malicious block in front of the model; images by differences of its rows.
+
+    Args:
+        bins: rows of the block, between whose thresholds images are sorted.
+        gain: size of the block's weights, divided out behind the ReLU; small, as published.
+    Example: gradveil audit --batch-size 8 --attack imprint:bins=512
+    """
 
     bins: int = Field(default=256, ge=2)
-    gain: float = Field(default=1e-3, gt=0)  # as published: small weights, divided out behind the ReLU
+    gain: float = Field(default=1e-3, gt=0)
 
     def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
         pixels = math.prod(input_shape)
@@ -83,13 +86,8 @@ class Imprint(Attack):
             return "the model carries no imprint block (a malicious server has to send one)"
         return None if observation.update.kind == "gradient" else "it reads single gradients, not weight deltas"
 
-    def run(self, target: Target) -> Answer:
-        path = _block(target.first)
-        rows = [self._one(o, path) for o in target.observations]
-        return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
-
-    def _one(self, observation: Observation, path: str | None) -> tuple[Tensor, Tensor]:
-        tensors = observation.update.tensors
+    def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        tensors, path = observation.update.tensors, _block(observation)
         weight, bias = (tensors[f"{path}.question.{n}"].double() for n in ("weight", "bias"))
         order = observation.state[f"{path}.question.bias"].argsort(descending=True)  # thresholds rising
         weight, bias = weight[order], bias[order]
@@ -97,15 +95,12 @@ class Imprint(Attack):
         images = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
         hits = inside.abs() > 1e-5 * bias.abs().max().clamp_min(1e-30)
         ranked = (inside.abs() * hits).argsort(descending=True)[: observation.knowledge.batch_size]
-        found = torch.stack(
-            [images[i] / inside[i] if hits[i] else torch.zeros_like(images[i]) for i in ranked.tolist()]
-        )
-        missing = observation.knowledge.batch_size - len(found)
-        found = torch.cat([found, found.new_zeros(missing, found.shape[1])])
-        share = 1 - hits.sum().clamp_max(len(found)) / len(found)  # how many of the batch no bin speaks of
-        return found.float().view(-1, *observation.task.input_shape), share.float()
+        recovered = images.new_zeros(observation.knowledge.batch_size, images.shape[1])
+        for place, i in enumerate(ranked.tolist()):
+            recovered[place] = images[i] / inside[i] if hits[i] else 0
+        missing = 1 - hits.sum().clamp_max(len(recovered)) / len(recovered)  # share of the batch without a bin
+        return recovered.float().view(-1, *observation.task.input_shape), missing.float()
 
 
 def _block(observation: Observation) -> str | None:
-    found = [p for p, m in observation.model.module.named_modules() if isinstance(m, ImprintBlock)]
-    return found[0] if found else None
+    return next((p for p, m in observation.model.module.named_modules() if isinstance(m, ImprintBlock)), None)

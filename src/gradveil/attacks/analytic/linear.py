@@ -1,6 +1,6 @@
 """The first fully connected layer with a bias gives its input exactly (Phong et al. 2017; Geiping et al. 2020).
 
-For one image ∇W = δ aᵀ and ∇b = δ, so a = ∇Wᵀδ/‖δ‖². Where that layer stands first, a is the image itself. For a batch,
+For one image ∇W = δ aᵀ and ∇b = δ, so a = ∇Wᵀδ/‖δ‖². Where that layer is the first, a is the image itself. For a batch,
 each row is a mixture of the images that switched its unit on: the rows with the largest signals are the guesses.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import ClosedForm, attack
 from gradveil.attacks.layers import linear_layers
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 
 
 @attack("linear", targets="unused")
-@settings
-class Linear(Attack):
-    """The input of a fully connected first layer, by division."""
+class Linear(ClosedForm):
+    """The input of a fully connected first layer, by division.
+
+    Example: gradveil audit --model smlp --attack linear
+    """
 
     def applies(self, observation: Observation) -> str | None:
         layers = linear_layers(observation)
@@ -31,13 +31,12 @@ class Linear(Attack):
             return f"the first fully connected layer takes {width} features, not the {pixels} pixels"
         return None
 
-    def run(self, target: Target) -> Answer:
-        layer = linear_layers(target.first)[0]
-        images, scores = zip(*(self._one(o, layer) for o in target.observations), strict=True)
-        return Answer(torch.stack(images), torch.stack(scores))
-
-    def _one(self, observation: Observation, layer: str) -> tuple[Tensor, Tensor]:
-        tensors, count = observation.update.tensors, observation.knowledge.batch_size
+    def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        tensors, count, layer = (
+            observation.update.tensors,
+            observation.knowledge.batch_size,
+            linear_layers(observation)[0],
+        )
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
         if count == 1:
             a = weight.T @ bias / (bias**2).sum().clamp_min(1e-30)

@@ -5,7 +5,7 @@ an invertible activation gives a convolution's output z and the signal k at it; 
 linear equations at once: conv(u) + b = z, and ∇W = the correlation of u with k. Both are solved together in float64.
 
 A ReLU hides what it cut off, so only its open units give equations of the first kind. That is often enough for hidden
-layers; what stays open of the image itself is filled in as smoothly as the equations allow.
+layers; open pixels of the image itself are filled in as smoothly as the equations allow.
 
 Needs single images, clean gradients and a straight line of convolutions with sigmoid, tanh or (leaky) ReLU activations.
 """
@@ -25,11 +25,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import grad as conv_grad
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.layers import exact_input, linear_layers
-from gradveil.attacks.registry import attack
+from gradveil.attacks import ClosedForm, attack
+from gradveil.attacks.layers import exact_input, hooked, linear_layers
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 
 _ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ReLU)
 _OPEN = 1e-5  # share of the largest activation above which a ReLU counts as open
@@ -37,12 +35,17 @@ _NEUTRAL = (nn.Flatten, nn.Identity, nn.Dropout)
 
 
 @attack("rgap", targets="unused")
-@settings
-class RGAP(Attack):
-    """Recursive closed-form inversion of a plain convolutional net."""
+class RGAP(ClosedForm):
+    """Recursive closed-form inversion of a plain convolutional net.
+
+    Args:
+        ridge: added to the diagonal of the equations, as a share of its mean.
+        smooth: weight of differences of neighbouring pixels, for the image alone.
+    Example: gradveil audit --model lenet --attack rgap
+    """
 
     ridge: float = Field(default=1e-12, ge=0)
-    smooth: float = Field(default=1e-8, ge=0)  # weight of differences of neighbouring pixels, for the image alone
+    smooth: float = Field(default=1e-8, ge=0)
 
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
@@ -51,17 +54,12 @@ class RGAP(Attack):
             return "it needs a straight line of convolutions and activations, without pooling, before a linear layer"
         return None
 
-    def run(self, target: Target) -> Answer:
-        rows = [self._one(o) for o in target.observations]
-        return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
-
-    def _one(self, observation: Observation) -> tuple[Tensor, Tensor]:
+    def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
         layers = line(observation)
         assert layers is not None
         exact = exact_input(observation, layers.pop().path)
         if exact is None:
-            nothing = torch.zeros(1, *observation.task.input_shape)
-            return nothing, torch.tensor(1.0)
+            return torch.zeros(1, *observation.task.input_shape), torch.tensor(1.0)
         a, signal = (t.double()[None] for t in exact)
         worst = 0.0
         while layers:
@@ -103,7 +101,7 @@ class RGAP(Attack):
         values = weight.view(out, channels, kernel, 1).expand(-1, -1, -1, places)
         forward = _sparse(row, column.expand_as(row), values, (out * places, channels * (pixels + 1)))
         forward = forward[:, (torch.arange(channels * (pixels + 1)) % (pixels + 1) != 0).numpy()]
-        trust = slope.abs()  # z came through the activation's inverse: it is as sure as its slope
+        trust = slope.abs()  # z came through the activation's inverse: it is as exact as its slope
         wanted = ((z - (bias.double().repeat_interleave(places) if bias is not None else 0)) * trust).numpy()
         forwards = [scipy.sparse.diags(t) @ forward for t in trust.numpy()]
 
@@ -118,12 +116,12 @@ class RGAP(Attack):
         backs = [back[:, 1:] for back in backs]
         sizes = [max(scipy.sparse.linalg.norm(m) for m in ms) for ms in (forwards, backs)]
         scale = sizes[0] / max(sizes[1], 1e-30) / channels**0.5
-        given = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel).numpy()
+        target = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel).numpy()
         gram = np.zeros((len(z) * entries, len(z) * entries))
-        for i, own in enumerate(forwards):
-            gram[i * entries : (i + 1) * entries, i * entries : (i + 1) * entries] = (own.T @ own).toarray()
+        for i, m in enumerate(forwards):
+            gram[i * entries : (i + 1) * entries, i * entries : (i + 1) * entries] = (m.T @ m).toarray()
         right = np.concatenate(
-            [f.T @ w + (scale**2 * (given @ b)).ravel() for f, w, b in zip(forwards, wanted, backs, strict=True)]
+            [f.T @ w + (scale**2 * (target @ b)).ravel() for f, w, b in zip(forwards, wanted, backs, strict=True)]
         )
         blocks = {(i, j): scale**2 * (a.T @ b).toarray() for i, a in enumerate(backs) for j, b in enumerate(backs)}
         size = float((gram.trace() + channels * sum(blocks[i, i].trace() for i in range(len(z)))) / len(gram))
@@ -192,12 +190,12 @@ def line(observation: Observation) -> list[Layer] | None:
     """The convolutions up to the first linear layer, which comes last; None where the net is not such a line."""
     linear = linear_layers(observation)
     layers: list[Layer] = []
-    for found in _met(observation) if linear else []:
-        part = found.activation
-        if found.path == linear[0]:
-            return [*layers, found] if layers and not _waiting(layers) else None
+    for layer in _met(observation) if linear else []:
+        part = layer.activation
+        if layer.path == linear[0]:
+            return [*layers, layer] if layers and not _waiting(layers) else None
         if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(layers):
-            layers.append(found)
+            layers.append(layer)
         elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
             layers[-1] = layers[-1]._replace(activation=part)
         elif not isinstance(part, _NEUTRAL):
@@ -223,25 +221,20 @@ def back_through_linear(observation: Observation, layer: Layer, a: Tensor, signa
 
 
 def _met(observation: Observation) -> list[Layer]:
-    """The parts of the net that have no parts of their own, as a forward pass meets them."""
+    """The modules without submodules, as a forward pass meets them."""
     met: list[Layer] = []
 
     def note(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         return lambda m, i, o: met.append(Layer(path, _shape(i[0] if i else None), _shape(o), m))
 
     leaves = [(p, m) for p, m in observation.model.module.named_modules() if not list(m.children())]
-    handles = [m.register_forward_hook(note(p)) for p, m in leaves]
-    try:
-        with torch.no_grad():
-            observation.model(observation.state, torch.zeros(2, *observation.task.input_shape))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), hooked(m.register_forward_hook(note(p)) for p, m in leaves):
+        observation.model(observation.state, torch.zeros(2, *observation.task.input_shape))
     return met
 
 
 def _shape(value: Any) -> torch.Size:
-    """Of one image; none of what a part such as a recurrent one takes or gives beside tensors."""
+    """The shape for one image; empty where a module, such as a recurrent one, takes or gives no tensor."""
     return value.shape[1:] if isinstance(value, Tensor) else torch.Size()
 
 

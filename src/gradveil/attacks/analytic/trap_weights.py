@@ -13,21 +13,24 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.attacks import ClosedForm, attack
 from gradveil.attacks.analytic.linear import Linear
-from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.layers import linear_layers
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.settings import settings
 
 
 @attack("trap-weights", targets="unused")
-@settings
-class TrapWeights(Attack):
-    """The first fully connected layer set to isolate images of a batch."""
+class TrapWeights(ClosedForm):
+    """The first fully connected layer set to isolate images of a batch.
 
-    scale: float = Field(default=0.97, gt=0, le=1)  # the mirror's size; smaller isolates more and misses more
+    Args:
+        scale: size of the mirrored weights; smaller isolates more images and misses more.
+        size: standard deviation of the weights before their sign is set.
+    Example: gradveil audit --model smlp --batch-size 8 --attack trap-weights
+    """
+
+    scale: float = Field(default=0.97, gt=0, le=1)
     size: float = Field(default=0.5, gt=0)
 
     def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
@@ -56,13 +59,12 @@ class TrapWeights(Attack):
     def applies(self, observation: Observation) -> str | None:
         return Linear().applies(observation)
 
-    def run(self, target: Target) -> Answer:
-        layer = linear_layers(target.first)[0]
-        rows = [self._one(o, layer) for o in target.observations]
-        return Answer(torch.stack([x for x, _ in rows]), torch.stack([s for _, s in rows]))
-
-    def _one(self, observation: Observation, layer: str) -> tuple[Tensor, Tensor]:
-        tensors, count = observation.update.tensors, observation.knowledge.batch_size
+    def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        tensors, count, layer = (
+            observation.update.tensors,
+            observation.knowledge.batch_size,
+            linear_layers(observation)[0],
+        )
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
         live = bias.abs() > 1e-7 * bias.abs().max().clamp_min(1e-30)
         guesses = weight[live] / bias[live, None]
@@ -74,6 +76,6 @@ class TrapWeights(Attack):
         for i in agree.argsort(descending=True).tolist():
             if len(kept) < count and all(float(unit[i] @ unit[k]) < 0.98 for k in kept):
                 kept.append(i)
-        found = torch.cat([guesses[kept], guesses.mean(0, keepdim=True).expand(count - len(kept), -1)])
+        images = torch.cat([guesses[kept], guesses.mean(0, keepdim=True).expand(count - len(kept), -1)])
         alone = sum(int(agree[i] < 2) for i in kept) + count - len(kept)
-        return found.float().view(count, *observation.task.input_shape), torch.tensor(alone / count)
+        return images.float().view(count, *observation.task.input_shape), torch.tensor(alone / count)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import NOTHING, Insight
-from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 
 
 @attack("clip-aware", adaptive=True, targets="any")
-@settings
-class ClipAware(Attack):
-    """Match after clipping our own update likewise; the bound is the norm of what was sent."""
+class ClipAware(SwiftCounter):
+    """Match after clipping our update to the norm that the defense declares.
+
+    Example: gradveil audit --defense clip:norm=0.5 --attack clip-aware
+    """
 
     def applies(self, observation: Observation) -> str | None:
         return None if observation.knowledge.clip_norm else "the defense does not clip"
 
-    def run(self, target: Target) -> Answer:
-        return Swift().reconstruct(target, clipped(target))
+    def insight(self, target: Target) -> Insight:
+        return clipped(target)
 
 
 def clipped(target: Target) -> Insight:

@@ -1,16 +1,15 @@
-"""Against InstaHide: a flipped sign leaves a pixel two values, and the pixel range, priors and other encodings choose.
+"""Against InstaHide: a flipped sign leaves a pixel two values; the pixel range, priors and other encodings choose.
 
 The signs act on (x − mean) / std, so an encoded pixel of magnitude a was mean + std·a or mean − std·a before.
 
-1. The encodings are rebuilt from the updates (`fed.py`); their absolute values are free of the signs.
-2. Where one of the two values lies outside [0, 1], the other is true: on dark images that settles most of the bright
-   pixels. The rest begin nearest to what the mixture of mean images would be; `cheap` stops there, with |x| turned to
-   the dark side or the bright one, and shows the encoding itself.
-3. Of few images with known shares, every pixel's signs are tried out: as many encodings as images, all their signs,
-   the solution that the other encodings confirm. Of more, or of unknown ones, the mixture is solved as for MixUp
-   (`mixup.py`), the signs are chosen anew to fit it, and so on in turn.
+1. The encodings are rebuilt from the updates (`fed_images.py`); their absolute values are free of the signs.
+2. Where one of the two values is outside [0, 1], the other is true: on dark images that decides most of the bright
+   pixels. The rest begin nearest to the mixture of mean images. `cheap` stops there and shows the encoding itself.
+3. Of few images with known shares, all signs of every pixel are tried: as many encodings as images, and the solution
+   that the other encodings confirm. Of more images, or unknown ones, the mixture is solved as for MixUp (`mixup.py`),
+   the signs are chosen again to fit it, and so on in turn.
 4. Mirrored at the mean in all images at once, a pixel fits as well. Its neighbours, in all images together, tell
-   whether it is to be mirrored as they are; how frequent values are in public images tells the rest.
+   whether it is mirrored as they are; how frequent values are in public images tells the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.counters.mixup import Mixture, answer, cannot_decode, decode, unmix
-from gradveil.attacks.matching.fed_images import Fed, recover
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.fed_images import Fed, fed_cost, recover
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses.batch.instahide import InstaHide
 
@@ -37,18 +34,28 @@ CHANGE = 0.01  # mean square between neighbours, where there are no public image
 FEW = 10  # images of which every combination of signs is tried
 PATTERNS = 2**22  # combinations times encodings times pixels at once
 CERTAIN = 10.0  # nats by which two pixels are tied
-ROUNDED = 0.02  # how far outside [0, 1] a pixel may come to lie by an inexact encoding
+ROUNDED = 0.02  # how far outside [0, 1] an inexact encoding may put a pixel
 
 
 @attack("instahide-decode", adaptive=True)
-@settings
 class InstahideDecode(Attack):
-    """Rebuild the encodings, then solve for signs and images in turn."""
+    """Rebuild the encodings, then solve for signs and images in turn.
 
-    steps: int = Field(default=1000, ge=1)  # of the least squares in the pixel range
-    rounds: int = Field(default=15, ge=1)  # in which the signs are chosen anew
-    starts: int = Field(default=6, ge=2)  # from which each pixel is fitted
-    cheap: bool = False  # only undo the signs
+    Args:
+        steps: iterations of the least squares in the pixel range, which cost next to nothing.
+        rounds: rounds in which the signs are chosen again.
+        starts: starts from which each pixel is fitted.
+        cheap: only undo the signs.
+    Example: gradveil audit --defense instahide --updates 8 --attack instahide-decode:cheap=true
+    """
+
+    steps: int = Field(default=1000, ge=1)
+    rounds: int = Field(default=15, ge=1)
+    starts: int = Field(default=6, ge=2)
+    cheap: bool = False
+
+    def cost(self, work: Workload) -> Cost:
+        return fed_cost(work)
 
     def applies(self, observation: Observation) -> str | None:
         return cannot_decode(observation, InstaHide)
@@ -74,7 +81,7 @@ class InstahideDecode(Attack):
 
 
 def both(fed: Fed) -> tuple[Tensor, Tensor]:
-    """The two values that each pixel may have had; the same twice where only one is a pixel's."""
+    """The two values that each pixel may have had; the same twice where only one is in the range."""
     size, first = fed.x.flatten(0, 1).abs(), fed.target.first
     mean, std = first.task.mean.view(-1, 1, 1), first.task.std.view(-1, 1, 1)
     low, high = mean - std * size, mean + std * size
@@ -106,16 +113,15 @@ def mirrored(x: Tensor, mixture: Mixture, low: Tensor, high: Tensor, middle: Ten
     shape, x, middle = x.shape, x.flatten(1), middle.flatten()
     other = (2 * middle - x).clamp(0, 1)
 
-    # For each pixel, what speaks for it as it is: the encodings, where one of the two lies outside the range; its rarity.
+    # Evidence for each pixel as it is: the encodings, where one of the two values is outside the range; its rarity.
     misfit = _misfit(m, torch.stack([other, x]), low, high)
     itself = (misfit[0] - misfit[1]) / (2 * ERROR**2) + (habits.rarity(other) - habits.rarity(x)).sum(0)
-    # For each pair, what speaks for mirroring neither or both: a pixel is a vector over the images, and neighbours' are
-    # alike.
+    # Evidence for mirroring neither or both of a pair: a pixel is a vector over the images, and neighbours are alike.
     first, second = _neighbours(shape[1:])
     around = x - middle
     pair = 2 * (around[:, first] * around[:, second]).sum(0) / habits.change
 
-    # Strong ties make clusters, each a tree whose top hangs on a root; a cluster is mirrored as a whole.
+    # Strong ties make clusters, each a tree below one common root; a cluster is mirrored as a whole.
     strong = pair.abs() > CERTAIN
     root, every = len(middle), torch.arange(len(middle))
     ends = torch.cat([first[strong], every]), torch.cat([second[strong], torch.full_like(every, root)])
@@ -149,9 +155,9 @@ def _neighbours(shape: torch.Size) -> tuple[Tensor, Tensor]:
 def fit(
     mixture: Mixture, low: Tensor, high: Tensor, settings: InstahideDecode, habits: Habits, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Images and the encodings with their signs undone, in turn. Pixels are fitted by themselves, so each keeps the
-    start that fits it best: from black, from the mean, and from random images. Signs have an exact counterpart (all
-    images at mean + std·a in place of mean − std·a), which only the pixels' rarity can tell."""
+    """Images and the encodings with their signs undone, in turn. Pixels are fitted one by one, so each keeps the start
+    that fits it best: from black, from the mean, and from random images. All signs reversed fit as well; only the rarity
+    of the pixels decides between the two."""
     m, shape, starts = mixture.mixing, mixture.mean.shape, settings.starts
     mean, low, high = (t.flatten(1).repeat(1, starts) for t in (mixture.mean, low, high))
     x = torch.rand(mean.shape, generator=rng)
@@ -159,7 +165,7 @@ def fit(
     x[:, :pixels] = 0
     x[:, pixels : 2 * pixels] = mean[:, :pixels]
     for _ in range(settings.rounds):
-        x = unmix(Mixture(m, mean, mixture.own), nearest(low, high, m @ x), settings.steps // 10)
+        x = unmix(Mixture(m, mean, mixture.victims), nearest(low, high, m @ x), settings.steps // 10)
     encodings = nearest(low, high, m @ x)
     misfit = (m @ x - encodings).square().sum(0) / (2 * ERROR**2) + habits.rarity(x).sum(0)
     best = misfit.view(starts, pixels).argmin(0) * pixels + torch.arange(pixels)
@@ -174,8 +180,7 @@ class Habits:
         if public is not None:
             counts = torch.histc(public.x, BINS, 0, 1) + 1
             self.cost = -(counts / counts.sum()).log()
-            beside = public.x[..., 1:] - public.x[..., :-1]
-            self.change = float(beside.square().mean().clamp_min(1e-4))
+            self.change = float((public.x[..., 1:] - public.x[..., :-1]).square().mean().clamp_min(1e-4))
 
     def rarity(self, x: Tensor) -> Tensor:
         return self.cost[(x * BINS).long().clamp(0, BINS - 1)]

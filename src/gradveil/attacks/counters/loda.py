@@ -1,16 +1,14 @@
-"""Against LODA: an obscured image is the end of a search, and where the search ended tells what it was for.
+"""Against LODA: the obscured image is the end of a search, and its end tells for which image the search was made.
 
-LODA lowers ‖g(x') − g(x)‖² − c‖x' − x‖² over x', so at the end its slope is naught. Its authors' own adaptive attack
-(Wan et al. 2022, Eq. 6) looks for the x that makes it so: min over x of ‖Jᵀ(g(x') − g(x)) − c(x' − x)‖², J being the
+LODA lowers ‖g(x') − g(x)‖² − c‖x' − x‖² over x', so its slope is zero at the end. The adaptive attack of its authors (Wan
+et al. 2022, Eq. 6) searches the x that makes it so: min over x of ‖Jᵀ(g(x') − g(x)) − c(x' − x)‖², J being the
 extractor's Jacobian at x'. Extractor, layers and c follow from public images and the defense's settings.
 
-The search stays in [0, 1], and at a pixel on the edge the slope need not be naught: it may point outwards. The paper
-asks naught of it all the same (`edges=ignore`); such pixels can be left out (`mask`), or asked for the right sign,
-which is all that is known of them and more than nothing (`sign`, the default).
+LODA's search stays in [0, 1], and at a pixel on the edge the slope may point outwards instead of being zero. The paper
+asks for zero there too (`edges=ignore`); such pixels can be left out (`mask`), or asked for the right sign (`sign`).
 
-Many images fit nearly as well, so the likeliest of them is sought, by public images of the class, and in coordinates
-in which those are N(0, 1). `prior=none` seeks among all images, from grey, as the paper does, but by L-BFGS where it
-takes plain descent.
+Many images fit nearly as well, so the likeliest by public images of the class is searched, in coordinates in which those
+are N(0, 1). `prior=none` searches among all images, from grey, as the paper does, but by L-BFGS, not plain descent.
 """
 
 from __future__ import annotations
@@ -21,13 +19,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.generative.public_prior import ImageGaussian, Whitened, gaussians
-from gradveil.attacks.matching.fed_images import one_image, sighting
+from gradveil.attacks.matching.fed_images import fed_cost, one_image, sighting
 from gradveil.attacks.matching.optimizers import LBFGS
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.defenses.data.loda.defense import Loda, Memory
 
 DIRECTIONS = 100  # in which images of a class differ
@@ -36,14 +32,24 @@ EDGE = 1.5 / 255  # how near to 0 or 1 a pixel is on the edge; obscured images a
 
 
 @attack("loda-stationarity", needs={"public"}, adaptive=True)
-@settings
 class LodaStationarity(Attack):
-    """Rebuild the obscured image, then find the image it obscures."""
+    """Rebuild the obscured image, then search the image it obscures.
+
+    Args:
+        edges: what a pixel at 0 or 1 says: the sign of the slope, nothing (`mask`), or all (`ignore`, as the paper).
+        prior: likely images by public ones, or none (the paper).
+        error: error of the slope, as a share of the slope for the class's mean image.
+        steps: iterations of L-BFGS; the paper takes 100 of plain descent.
+    Example: gradveil audit --defense loda --attack loda-stationarity:edges=mask
+    """
 
     edges: Literal["sign", "mask", "ignore"] = "sign"
     prior: Literal["public", "none"] = "public"
-    error: float = Field(default=0.05, gt=0)  # of the slope, as a share of what it would be for the class's mean image
-    steps: int = Field(default=600, ge=1)  # of L-BFGS; the paper: 100 of plain descent
+    error: float = Field(default=0.05, gt=0)
+    steps: int = Field(default=600, ge=1)
+
+    def cost(self, work: Workload) -> Cost:
+        return Cost(fed_cost(work).iterations + self.steps)
 
     def applies(self, observation: Observation) -> str | None:
         public = observation.knowledge.public
@@ -54,8 +60,8 @@ class LodaStationarity(Attack):
         return None
 
     def run(self, target: Target) -> Answer:
-        public, defense = target.knowledge.public, target.knowledge.part(Loda)
-        assert public is not None and defense is not None
+        public, defense = target.knowledge.public, target.knowledge.needed_part(Loda)
+        assert public is not None
         answer = one_image(sighting(target, 0))
         obscured = target.denormalize(answer.x).clamp(0, 1)
         memory = defense.equip(public, target.task.input_shape)
@@ -66,7 +72,7 @@ class LodaStationarity(Attack):
         return Answer(target.normalize(images), answer.score, hard, answer.iterations + self.steps)
 
     def original(self, obscured: Tensor, memory: Memory, kinds: list[ImageGaussian]) -> Tensor:
-        """The likeliest images whose obscured form these are: a slope of naught up to `error`, under the prior."""
+        """The likeliest images behind these obscured ones: a slope of zero up to `error`, under the prior."""
         shape, every = obscured.shape[1:], torch.arange(len(obscured))
         prior = Whitened(kinds, shape) if self.prior == "public" else _Pixels(shape)
         start = torch.zeros(len(obscured), prior.width)
@@ -88,7 +94,7 @@ class LodaStationarity(Attack):
         return prior.images(z, every).clamp(0, 1)
 
     def _misfit(self, obscured: Tensor, memory: Memory, x: Tensor) -> Tensor:
-        """Eq. 6, a row for each image."""
+        """Eq. 6, one number per image."""
         with torch.enable_grad():
             at = obscured.clone().requires_grad_()
             features = memory.features(at)
@@ -102,7 +108,7 @@ class LodaStationarity(Attack):
         return near - memory.c * (obscured - x)
 
     def _unexplained(self, slope: Tensor, obscured: Tensor) -> Tensor:
-        """What of the slope the edges of the pixel range do not explain."""
+        """The part of the slope that the edges of the pixel range do not explain."""
         if self.edges == "ignore":
             return slope
         dark, bright = obscured <= EDGE, obscured >= 1 - EDGE

@@ -1,15 +1,15 @@
-"""Against MixUp: mixing is linear, so encodings that share images are equations, and images are their solution.
+"""Against MixUp: mixing is linear, so encodings that share images are equations, and the images are their solution.
 
-1. The encodings are rebuilt from the updates (`fed.py`), exactly for single images.
-2. Who was mixed, and how much. At knowledge `upper-bound` coefficients and partners are given (the oracle of Carlini
-   et al. 2021 and of GradAttack). Else they are read from the soft labels, which the update gives away too: an
-   encoding holds its victim's image with about the weight of the class that all of the victim's encodings share, and
-   one unknown image for each other class. Where encodings outnumber victims, the partners are also sought among the
-   other victims' images, by a factorisation; it is believed only if it explains the encodings.
-3. Least squares for all images at once, in the pixel range; what the equations leave open stays with the mean of the
-   public images (of the class, where it is known). A single encoding is thus split as far as class means allow.
+1. The encodings are rebuilt from the updates (`fed_images.py`), exactly for single images.
+2. Partners and amounts. At knowledge `upper-bound` they are granted (the oracle of Carlini et al. 2021 and GradAttack).
+   Otherwise they are read from the soft labels, which the update gives away too: an encoding holds its victim's image
+   with about the weight of the class that all of the victim's encodings share, and one unknown image per other class.
+   Where encodings outnumber victims, partners are also searched among the other victims' images, by a factorisation,
+   which is used only if it explains the encodings.
+3. Least squares for all images at once, in the pixel range. What the equations leave open stays at the mean public image
+   (of the class, where it is known). So a single encoding is split as far as class means allow.
 
-All victims of one target are one client's, as their sightings' group says, and are decoded together.
+All victims of one target belong to one client, as the group of their sightings says, and are decoded together.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from pydantic import Field
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.matching.fed_images import Fed, recover, soft_labels
-from gradveil.attacks.registry import attack
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
+from gradveil.attacks.generative.public_prior import class_means
+from gradveil.attacks.matching.fed_images import Fed, fed_cost, recover, soft_labels
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses.batch.instahide import InstaHide
 from gradveil.defenses.batch.mixup import MixUp
 
-PULL = 1e-4  # towards the mean, beside equations with coefficients around 0.25
+PULL = 1e-4  # towards the mean, against equations with coefficients around 0.25
 PRESENT = 0.02  # share of a label below which its class is taken to be absent
 EXPLAINED = 0.1  # share of the encodings' variance that a factorisation may leave
 ROUNDS = 60  # of the factorisation
@@ -45,8 +44,8 @@ class Mixture:
     """The equations: `mixing` (encodings × images) times the unknown images are the encodings."""
 
     mixing: Tensor
-    mean: Tensor  # images × C × H × W: what each is before any equation
-    own: Tensor  # of each victim's images, their place among the unknowns
+    mean: Tensor  # images × C × H × W: each image before any equation
+    victims: Tensor  # victims × B: where the victims' images are among the unknowns
 
 
 def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHide]) -> str | None:
@@ -55,18 +54,25 @@ def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHid
     if observation.knowledge.part(defense) is None:
         return f"the defense is not {defense.name}"
     if observation.update.kind != "gradient":
-        return "images are mixed anew at every local step, and a weight delta adds the steps up"
+        return "images are mixed again at every local step, and a weight delta adds the steps up"
     if observation.knowledge.batch_size > 1 and (labels is None or labels.ndim == 1):
         return "the mixed labels of a batch are not known"
     return None
 
 
 @attack("mixup-decode", adaptive=True)
-@settings
 class MixupDecode(Attack):
-    """Rebuild the encodings, then solve for the images in them."""
+    """Rebuild the encodings, then solve for the images in them.
 
-    steps: int = Field(default=1000, ge=1)  # of the least squares in the pixel range
+    Args:
+        steps: iterations of the least squares in the pixel range, which cost next to nothing.
+    Example: gradveil audit --defense mixup --updates 4 --attack mixup-decode
+    """
+
+    steps: int = Field(default=1000, ge=1)
+
+    def cost(self, work: Workload) -> Cost:
+        return fed_cost(work)
 
     def applies(self, observation: Observation) -> str | None:
         return cannot_decode(observation, MixUp)
@@ -82,27 +88,24 @@ class MixupDecode(Attack):
 
 
 def answer(target: Target, fed: Fed, images: Tensor) -> Answer:
-    """The victims' images, with the adversary's word for how well the encodings were rebuilt."""
+    """The victims' images; the score says how well the encodings were rebuilt."""
     labels = soft_labels(fed)
-    hard = None if labels is None else _own_class(fed, labels)
+    hard = None if labels is None else _victim_class(fed, labels)
     return Answer(target.normalize(images), fed.by_victim(fed.score).amax(1), hard, fed.iterations)
 
 
 def decode(fed: Fed, encodings: Tensor, solve: Solve, steps: int) -> Tensor:
     """Victims × B × C × H × W. `solve` gives the images of a mixture, and the encodings as it understands them."""
-    labels = soft_labels(fed)
-    known = given(fed)
-    if known is not None:
-        return solve(known)[0][known.own]
+    labels, mixture = soft_labels(fed), granted(fed)
+    if mixture is not None:
+        return solve(mixture)[0][mixture.victims]
     if labels is None:  # nothing tells the parts of an encoding: it is the best there is
         return encodings.view_as(fed.x).clamp(0, 1)[fed.sighting == 0]
-    open_ = by_labels(fed, labels)
-    found, encodings = solve(open_)
-    images = found[open_.own]
+    mixture = by_labels(fed, labels)
+    unmixed, encodings = solve(mixture)
+    images = unmixed[mixture.victims]
     closed = factorised(fed, encodings, images, labels, steps)
-    if closed is not None:
-        images = solve(closed)[0][closed.own]
-    return images
+    return images if closed is None else solve(closed)[0][closed.victims]
 
 
 def unmix(mixture: Mixture, encodings: Tensor, steps: int) -> Tensor:
@@ -120,10 +123,10 @@ def unmix(mixture: Mixture, encodings: Tensor, steps: int) -> Tensor:
     return x.view_as(mixture.mean)
 
 
-# -- who was mixed, and how much ---------------------------------------------------------------------------------------
+# -- partners and amounts ----------------------------------------------------------------------------------------------
 
 
-def given(fed: Fed) -> Mixture | None:
+def granted(fed: Fed) -> Mixture | None:
     """From the secrets, where they are granted."""
     secrets = [o.knowledge.secrets for o in fed.target.observations]
     if not all("mixing" in s and "partners" in s for s in secrets):
@@ -132,7 +135,7 @@ def given(fed: Fed) -> Mixture | None:
     amounts = torch.stack([s["mixing"][:size] for s in secrets]).flatten(0, 1)
     places = torch.stack([s["partners"][:size] for s in secrets]).flatten(0, 1)
     rows = torch.arange(len(places)) % (len(places) // (int(fed.sighting.max()) + 1))
-    places = torch.where(places < 0, -1 - rows[:, None], places)  # an image that is nowhere else has a place of its own
+    places = torch.where(places < 0, -1 - rows[:, None], places)  # an image that is nowhere else gets a new place
     names, columns = places.unique(return_inverse=True)
     mixing = torch.zeros(len(places), len(names)).scatter_(1, columns, amounts)
     mean = _means(fed.target.knowledge.public, fed.target.first)[-1]
@@ -141,17 +144,17 @@ def given(fed: Fed) -> Mixture | None:
 
 def by_labels(fed: Fed, labels: Tensor) -> Mixture:
     """The victim's image by the weight of its class, and an unknown image for each other class of an encoding."""
-    means, classes = _means(fed.target.knowledge.public, fed.target.first), _own_class(fed, labels)
+    means, classes = _means(fed.target.knowledge.public, fed.target.first), _victim_class(fed, labels)
     victims, size = classes.shape
     columns: list[Tensor] = [means[c] for c in classes.flatten().tolist()]
     entries: list[tuple[int, int, float]] = []
     for row, label in enumerate(labels.flatten(0, 1)):
         victim = row % (victims * size)
-        own = int(classes.flatten()[victim])
-        entries.append((row, victim, float(label[own])))
-        others = [c for c in (label > PRESENT).nonzero().flatten().tolist() if c != own]
+        main = int(classes.flatten()[victim])
+        entries.append((row, victim, float(label[main])))
+        others = [c for c in (label > PRESENT).nonzero().flatten().tolist() if c != main]
         amounts = [float(label[c]) for c in others]
-        rest = 1 - float(label[own]) - sum(amounts)
+        rest = 1 - float(label[main]) - sum(amounts)
         if rest > PRESENT:  # parts that carry no label: public images
             others, amounts = [*others, -1], [*amounts, rest]
         entries += [(row, len(columns) + i, amount) for i, amount in enumerate(amounts)]
@@ -167,26 +170,26 @@ def factorised(fed: Fed, encodings: Tensor, images: Tensor, labels: Tensor, step
 
     Labels are mixed as images are, so they count as further pixels. Amounts and images are improved in turn.
     """
-    classes = _own_class(fed, labels).flatten()
+    classes = _victim_class(fed, labels).flatten()
     if len(encodings) < 1.5 * len(classes):
         return None
     weight = encodings[0].numel() ** 0.5 / 4  # labels weigh as much as a fair part of the pixels
     marks = F.one_hot(classes, labels.shape[-1]).float() * weight
     wanted = torch.cat([encodings.flatten(1), labels.flatten(0, 1) * weight], 1)
     mean = _means(fed.target.knowledge.public, fed.target.first)[classes]
-    own, mixing = torch.arange(len(classes)), torch.zeros(len(encodings), len(classes))
+    places, mixing = torch.arange(len(classes)), torch.zeros(len(encodings), len(classes))
     images = images.flatten(0, 1)
     for _ in range(ROUNDS):
         basis = torch.cat([images.flatten(1), marks], 1)
         mixing = _amounts(basis, wanted, steps)
-        images = unmix(Mixture(mixing, mean, own), encodings, 30)
+        images = unmix(Mixture(mixing, mean, places), encodings, 30)
     left = (mixing @ images.flatten(1) - encodings.flatten(1)).square().sum()
     if left > EXPLAINED * (encodings - encodings.mean(0)).square().sum():
         return None
-    # Victims are different images; which is whose shows in the amounts only now.
-    evidence = _own(fed, mixing.unflatten(0, fed.x.shape[:2])).flatten(0, 1)
-    own = torch.from_numpy(linear_sum_assignment(evidence.numpy(), maximize=True)[1])
-    return Mixture(mixing, mean, own.view(-1, fed.x.shape[1]))
+    # Victims have different images; only the amounts tell which image belongs to which victim.
+    evidence = _evidence(fed, mixing.unflatten(0, fed.x.shape[:2])).flatten(0, 1)
+    places = torch.from_numpy(linear_sum_assignment(evidence.numpy(), maximize=True)[1])
+    return Mixture(mixing, mean, places.view(-1, fed.x.shape[1]))
 
 
 def _amounts(basis: Tensor, wanted: Tensor, steps: int) -> Tensor:
@@ -201,15 +204,15 @@ def _amounts(basis: Tensor, wanted: Tensor, steps: int) -> Tensor:
     return x
 
 
-def _own_class(fed: Fed, labels: Tensor) -> Tensor:
+def _victim_class(fed: Fed, labels: Tensor) -> Tensor:
     """Victims × B: the class of the image that the encodings are of; of a single encoding that of most weight."""
-    return _own(fed, labels).argmax(-1)
+    return _evidence(fed, labels).argmax(-1)
 
 
-def _own(fed: Fed, amounts: Tensor) -> Tensor:
-    """How much speaks for each part of a victim's encodings being its own image, given the parts' amounts.
+def _evidence(fed: Fed, amounts: Tensor) -> Tensor:
+    """How likely each part of a victim's encodings is the victim's image, by the parts' amounts.
 
-    Own amounts are Beta(3, k − 1), a partner's Beta(1, k + 1): the ratio of the two is the square of λ / (1 − λ).
+    The victim's amounts are Beta(3, k − 1), a partner's Beta(1, k + 1): their ratio is the square of λ / (1 − λ).
     """
     return fed.by_victim(amounts.clamp(PRESENT, 1 - PRESENT).logit()).sum(1)
 
@@ -218,6 +221,5 @@ def _means(public: Batch | None, observation: Observation) -> Tensor:
     """The mean public image of every class, and last of all classes; grey where there is nothing to average."""
     if public is None or public.x.shape[1:] != torch.Size(observation.task.input_shape):
         return torch.full((observation.task.num_outputs + 1, *observation.task.input_shape), 0.5)
-    every = public.x.mean(0)
-    own = [public.x[public.hard_labels == c] for c in range(observation.task.num_outputs)]
-    return torch.stack([*(x.mean(0) if len(x) else every for x in own), every])
+    means = class_means(public.x, public.hard_labels, observation.task.num_outputs)
+    return torch.cat([means, public.x.mean(0, keepdim=True)])

@@ -14,28 +14,32 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.counters.clip_aware import clipped
 from gradveil.attacks.matching.distances import L2, Cosine
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match, Problem, residual
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation, Sighting
-from gradveil.core.settings import settings
 from gradveil.core.types import Update
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
 
 @attack("noise-likelihood", adaptive=True, targets="any")
-@settings
 class NoiseLikelihood(Attack):
-    """Average, match by cosine under several priors, choose by the noise's size."""
+    """Average, match by cosine under several priors, choose by the noise's size.
+
+    Args:
+        steps: iterations of signed Adam; by default 1,500 scaled by the budget.
+    Example: gradveil audit --defense gaussian:std=0.01 --updates 4 --attack noise-likelihood
+    """
 
     steps: int | None = Field(default=None, ge=1)
+
+    def cost(self, work: Workload) -> Cost:
+        return Cost(self.steps or work.steps(1_500), rows=len(WEIGHTS))
 
     def applies(self, observation: Observation) -> str | None:
         return None if observation.knowledge.noise else "the defense adds no noise of known size"
@@ -44,7 +48,7 @@ class NoiseLikelihood(Attack):
         averaged = target.about([average(o) for o in target.observations], target.labels)
         each = len(WEIGHTS)
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
-        steps = self.steps or steps_for(target, 1_500)
+        steps = self.cost(target.workload).iterations
         match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
         insight = clipped(averaged)
         solution = solve(Problem(averaged, match, insight))

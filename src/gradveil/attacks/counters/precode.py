@@ -1,21 +1,21 @@
 """Against PRECODE: the bottleneck hides what comes after it, not what comes before.
 
 * `precode-signal`: the encoder is a fully connected layer with a bias, so for one image its gradients give the features
-  before it and the signal at them exactly, whatever the sampled noise. Where the layers before are a plain line of
-  invertible ones the image follows in closed form; else they are matched with the true signal in place of a random one.
-* `precode-latent`: only the exact features are used: the image whose features they are.
+  before it and the signal at them exactly, whatever noise was sampled. Where the layers before are a plain line of
+  invertible ones, the image follows in closed form; otherwise they are matched with the true signal.
+* `precode-latent`: only the exact features are used: the image that has them.
 * `precode-ignore` (Scheliga et al. 2023): everything after the bottleneck's encoder is left out of the match.
 
-On nets that begin with a fully connected layer the image is that layer's exact input; `precode-signal` takes it from there.
+On nets that begin with a fully connected layer the image is that layer's exact input; `precode-signal` reads it there.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
-from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.attacks.matching.distances import Nothing
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
@@ -23,14 +23,12 @@ from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
-from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.swift import Swift, SwiftCounter
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 
 
 def bottleneck_path(observation: Observation) -> str | None:
-    """The first submodule with an encoder, a decoder and a draw: PRECODE's, found by its shape."""
+    """The first submodule with an encoder, a decoder and a draw: PRECODE's, recognised by its parts."""
     for path, part in observation.model.module.named_modules():
         if all(hasattr(part, name) for name in ("encoder", "decoder", "draw")):
             return str(path)
@@ -42,9 +40,11 @@ def _no_bottleneck(observation: Observation) -> str | None:
 
 
 @attack("precode-signal", adaptive=True)
-@settings
-class PrecodeSignal(Attack):
-    """Exact features and exact signal at the encoder, then the layers before it."""
+class PrecodeSignal(SwiftCounter):
+    """Exact features and exact signal at the encoder, then the layers before it.
+
+    Example: gradveil audit --defense precode --attack precode-signal
+    """
 
     def applies(self, observation: Observation) -> str | None:
         if _no_bottleneck(observation):
@@ -62,12 +62,20 @@ class PrecodeSignal(Attack):
 
 
 @attack("precode-latent", adaptive=True)
-@settings
 class PrecodeLatent(Attack):
-    """The image whose features are those that the encoder's gradients give away."""
+    """The image whose features are those that the encoder's gradients give away.
+
+    Args:
+        steps: iterations of L-BFGS.
+        tv: weight of total variation.
+    Example: gradveil audit --defense precode --attack precode-latent
+    """
 
     steps: int = Field(default=300, ge=1)
     tv: float = Field(default=1e-2, ge=0)
+
+    def cost(self, work: Workload) -> Cost:
+        return Cost(LBFGS().expected_evaluations(self.steps))
 
     def applies(self, observation: Observation) -> str | None:
         return PrecodeSignal().applies(observation)
@@ -82,24 +90,22 @@ class PrecodeLatent(Attack):
 
 
 @attack("precode-ignore", adaptive=True)
-@settings
-class PrecodeIgnore(Attack):
-    """Match only the layers up to the bottleneck's encoder."""
+class PrecodeIgnore(SwiftCounter):
+    """Match only the layers up to the bottleneck's encoder.
+
+    Example: gradveil audit --defense precode --attack precode-ignore
+    """
+
+    search = Swift(restarts=0, cycles=0, adam_steps=0)
 
     def applies(self, observation: Observation) -> str | None:
         return _no_bottleneck(observation)
 
-    def run(self, target: Target) -> Answer:
-        return Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target, Insight(keep=_before(target)))
-
-
-def _before(target: Target) -> list[str]:
-    path = bottleneck_path(target.first)
-    names = target.model.trainable
-    cut = next(i for i, n in enumerate(names) if n.startswith(f"{path}.decoder"))
-    return names[:cut]
+    def insight(self, target: Target) -> Insight:
+        path, names = bottleneck_path(target.first), target.model.trainable
+        return Insight(keep=names[: next(i for i, n in enumerate(names) if n.startswith(f"{path}.decoder"))])
 
 
 def _relabelled(answer: Answer, target: Target) -> Answer:
-    """The reduced problem knows no classes; the labels are those read from the update."""
+    """The reduced problem has no classes; the labels are those read from the update."""
     return Answer(answer.x, answer.score, target.labels, answer.iterations, answer.history)

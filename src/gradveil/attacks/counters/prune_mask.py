@@ -5,23 +5,23 @@ LODA and others mask a first-order cosine this way; the same mask under second-o
 
 from __future__ import annotations
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import Insight
-from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 
 
 @attack("prune-mask", adaptive=True, targets="any")
-@settings
-class PruneMask(Attack):
-    """Match only what was sent."""
+class PruneMask(SwiftCounter):
+    """Match only what was sent.
+
+    Example: gradveil audit --defense prune:ratio=0.9 --attack prune-mask
+    """
 
     def applies(self, observation: Observation) -> str | None:
         pruned = any((t == 0).float().mean() > 0.05 for t in observation.update.tensors.values())
         return None if pruned else "no tensor of the update has zeroed entries"
 
-    def run(self, target: Target) -> Answer:
+    def insight(self, target: Target) -> Insight:
         masks = {name: (t != 0).to(t) for name, t in target.updates().items()}
-        return Swift().reconstruct(target, Insight(masks))
+        return Insight(masks)

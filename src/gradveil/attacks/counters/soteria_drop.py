@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import Insight
-from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 
 
 @attack("soteria-drop", adaptive=True, targets="any")
-@settings
-class SoteriaDrop(Attack):
-    """Match all but the tensors with zeroed columns."""
+class SoteriaDrop(SwiftCounter):
+    """Match all but the tensors with zeroed columns.
+
+    Example: gradveil audit --defense soteria --attack soteria-drop
+    """
 
     def applies(self, observation: Observation) -> str | None:
         return None if _protected(observation) else "no weight gradient has columns of exact zeros"
 
-    def run(self, target: Target) -> Answer:
+    def insight(self, target: Target) -> Insight:
         dropped = {name for o in target.observations for name in _protected(o)}
-        return Swift().reconstruct(target, Insight(keep=[n for n in target.model.trainable if n not in dropped]))
+        return Insight(keep=[n for n in target.model.trainable if n not in dropped])
 
 
 def _protected(observation: Observation) -> list[str]:

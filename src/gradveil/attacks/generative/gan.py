@@ -27,7 +27,7 @@ STEPS = 1_000  # of the generator at most; two for each image where there are fe
 CRITIC, BATCH, RATE, BETAS, PENALTY = 2, 32, 1e-3, (0.5, 0.9), 10.0
 AVERAGE = 0.99  # of the generator's weights along its training
 MOST = 10_000  # public images that are trained on
-VERSION = "1"
+TERMS = ("2", LATENT, WIDTH, STEPS, CRITIC, BATCH, RATE, BETAS, PENALTY, AVERAGE)  # a version first
 _KEPT: dict[str, Tensors] = {}  # weights trained or read in this process
 
 
@@ -97,17 +97,13 @@ def generator_for(public: Batch, classes: int, cache: Path | None = None, progre
     """Trained on these images; of this process or of the cache where the same was trained before."""
     public = Batch(public.x[:MOST], public.hard_labels[:MOST])
     network, _ = _networks(public, classes)
-    name = _key(public, classes)
+    images = {"x": public.x, **({"y": public.y} if classes else {})}
+    name = digest(repr((TERMS, classes)), images)[:24]
     file = cache / f"gan-{name}.safetensors" if cache else None
     if name not in _KEPT or (file and not file.exists()):
         _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, classes, progress, partial))
     network.load_state_dict(_KEPT[name])
     return network.eval().requires_grad_(False)
-
-
-def _key(public: Batch, classes: int) -> str:
-    facts = (VERSION, LATENT, WIDTH, STEPS, CRITIC, BATCH, RATE, BETAS, PENALTY, AVERAGE, classes)
-    return digest(repr(facts), {"x": public.x, **({"y": public.y} if classes else {})})[:24]
 
 
 def _networks(public: Batch, classes: int) -> tuple[Generator, Critic]:

@@ -1,10 +1,10 @@
-"""GGL (Li et al. 2022): the search stays among images that a generative network can make, so that little has to be known.
+"""GGL (Li et al. 2022): the search stays among images that a generative network can make, so that few numbers suffice.
 
-1. A generator is trained on public images (`gan`), once; it knows classes where the public images have all of them.
-2. What the defense did is read off the update: entries or columns that are exactly zero do not count on either side;
+1. A generator is trained on public images (`gan.py`), once; it has classes where the public images have all of them.
+2. The work of the defense is read off the update: entries or columns that are exactly zero do not count on either side;
    the cosine makes a clipping bound irrelevant. Where the first linear layer's gradients are those of one image, its exact
    input and the signal behind it replace all later layers, random ones included.
-3. The latent numbers are sought whose image would have sent this update, plus λ·R(z): the best of many draws go on, by
+3. The search is for the latent numbers that would have sent this update, plus λ·R(z): the best of many draws go on, by
    Adam or, without any gradient of the match, by CMA-ES. R is the KL divergence of their mean and variance from N(0, 1),
    or (‖z‖² − dim)² / dim² in the paper's alternative. The mismatch decides among the restarts.
 """
@@ -19,18 +19,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.generative.gan import LATENT, Generator, generator_for
 from gradveil.attacks.generative.rehearsal import fits, public_batch
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.problem import Insight, Match, Problem
-from gradveil.attacks.registry import attack
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 
 SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
@@ -38,18 +35,32 @@ ROWS = 512  # evaluated at a time
 
 
 @attack("ggl", needs={"public"})
-@settings
 class GGL(Attack):
-    """Match the update of generated images, over the generator's input."""
+    """Match the update of generated images, over the generator's input.
 
-    optimizer: Literal["adam", "cma"] = "adam"  # CMA-ES needs the package cma
-    conditional: bool | None = None  # a generator that knows classes; by default where public images have all of them
+    Args:
+        optimizer: Adam, or CMA-ES, which needs the package cma.
+        conditional: a generator that knows classes; by default where public images have all of them.
+        regularizer: KL divergence of the latent numbers from N(0, 1), or their norm.
+        weight: weight of the regulariser; the paper's code has 1e-4 for the cosine and 0.1 for L2.
+        steps: iterations of Adam, or twice the generations of CMA-ES; scaled by the budget.
+        lr: learning rate of Adam, as in the paper's code.
+        draws: random latents from which the search begins.
+        restarts: the best of the draws, which go on.
+    Example: gradveil audit --attack ggl:optimizer=cma
+    """
+
+    optimizer: Literal["adam", "cma"] = "adam"
+    conditional: bool | None = None
     regularizer: Literal["kl", "norm"] = "kl"
-    weight: float = Field(default=1e-2, ge=0)  # of the regulariser; the paper's code: 1e-4 for the cosine, 0.1 for L2
-    steps: int = Field(default=600, ge=1)  # of Adam, or generations of CMA-ES / 2; scaled by the budget
-    lr: float = Field(default=0.1, gt=0)  # the paper's code
-    draws: int = Field(default=64, ge=1)  # random latents from which the search begins …
-    restarts: int = Field(default=4, ge=1)  # … with so many of the best
+    weight: float = Field(default=1e-2, ge=0)
+    steps: int = Field(default=600, ge=1)
+    lr: float = Field(default=0.1, gt=0)
+    draws: int = Field(default=64, ge=1)
+    restarts: int = Field(default=4, ge=1)
+
+    def cost(self, work: Workload) -> Cost:  # of the search: a generator of few images has little to search
+        return Cost(min(work.steps(self.steps, least=2), max(20, work.public_images)), rows=self.restarts)
 
     def applies(self, observation: Observation) -> str | None:
         return fits(observation)
@@ -57,12 +68,11 @@ class GGL(Attack):
     def run(self, target: Target) -> Answer:
         public = public_batch(target)
         classes = target.task.num_outputs
-        known = classes if (_all_classes(target) and self.conditional is None) or self.conditional else 0
-        network = generator_for(public, known, target.cache, target.progress)
+        conditional = _all_classes(target) if self.conditional is None else self.conditional
+        network = generator_for(public, classes if conditional else 0, target.cache, target.progress)
         search = _Search(target, network, self)
         start = search.begin(self.draws, 1 if self.optimizer == "cma" else self.restarts)
-        # A generator of few images has little to search.
-        steps = min(steps_for(target, self.steps, least=2), max(20, len(public)))
+        steps = self.cost(target.workload).iterations
         z, residual = self._cma(search, start, steps) if self.optimizer == "cma" else self._adam(search, start, steps)
         return Answer(search.images(z, search.victims), residual, search.hard, iterations=steps)
 
@@ -86,7 +96,7 @@ class GGL(Attack):
         return best[pick + torch.arange(len(pick)) * self.restarts], residual.gather(1, pick[:, None]).squeeze(1)
 
     def _cma(self, search: _Search, z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """One evolution a victim, all evaluated together."""
+        """One evolution per victim, all evaluated together."""
         try:
             import cma
         except ImportError:
@@ -103,8 +113,8 @@ class GGL(Attack):
             for evolution, points, value in zip(evolutions, asked, values, strict=True):
                 evolution.tell(points, value.tolist())
             search.tick(i, steps // 2)
-        found = np.stack([e.result.xbest if e.result.xbest is not None else e.mean for e in evolutions])
-        z = torch.tensor(found).float().view(-1, *shape)
+        best = np.stack([e.result.xbest if e.result.xbest is not None else e.mean for e in evolutions])
+        z = torch.tensor(best).float().view(-1, *shape)
         return z, search.mismatch(z, search.victims)
 
 
@@ -117,7 +127,7 @@ class _Search:
         self.victims = torch.arange(target.shape[0])
         head = reduce_to_head(target)
         inner = head.target if head else target
-        # Columns that a defense has zeroed look like features of zero, so where there are many of these none is believed.
+        # Columns that a defense has zeroed look like features of zero, so where there are many of these none is used.
         whole = head is not None and float((head.features == 0).float().mean()) < SPARSE
         priors = (FeatureMatch(head.features),) if head and whole else ()
         self.problem = Problem(inner, Match(Cosine(), priors), Insight(_sent(inner)))
@@ -166,6 +176,6 @@ def _all_classes(target: Target) -> bool:
 
 
 def _sent(target: Target) -> Tensors:
-    """Of tensors that were thinned out, only what was sent counts."""
+    """Masks for thinned-out tensors: only the entries that were sent count."""
     masks = {name: (t != 0).to(t) for name, t in target.updates().items()}
     return {name: mask for name, mask in masks.items() if float(mask.mean()) < 1 - SPARSE}

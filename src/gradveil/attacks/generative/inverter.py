@@ -1,15 +1,14 @@
-"""A learned inverter: what public images taught about the way from defended updates back to images. Our own; no paper.
+"""A learned inverter: public images teach the way from defended updates back to images. Ours; no paper.
 
-1. Rehearse: send public images through the adversary's copy of the defense (`rehearsal`), whatever that defense is.
-2. Look at an update in three ways: as it is, with all tensors made equally large, and as the inputs of the linear
-   layers, ∇Wᵀ∇b / ‖∇b‖², which average noise away over the layer's outputs.
-3. Decode by kernel ridge regression, closed form: an image is its class mean plus what the updates most like this one
-   went with. A kernel counts twice between updates of one class. Which kernel and how much ridge is decided by the
-   leave-one-out error on public images; no private image is involved.
-4. A small network improves on the pictures (`polish`).
+1. Rehearse: send public images through a copy of the defense (`rehearsal.py`), whatever that defense is.
+2. View an update in three ways: as it is, with all tensors scaled to one size, and as the inputs of the linear layers,
+   ∇Wᵀ∇b / ‖∇b‖², which average noise away over the layer's outputs.
+3. Decode by kernel ridge regression, in closed form: an image is its class mean plus what images with similar updates
+   have in common. A kernel counts twice between updates of one class. The leave-one-out error on public images chooses
+   the kernel and the ridge; no private image is involved.
+4. A small network improves the pictures (`polish.py`).
 
-Nothing here depends on the net being smooth, the noise being small or entries being there: it stands where matching has
-nothing to hold on to.
+Nothing here needs a smooth net, small noise or complete updates, so it works where matching cannot.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.generative.polish import polish
-from gradveil.attacks.generative.rehearsal import Rehearsal, fits, rehearse
+from gradveil.attacks.generative.public_prior import class_means
+from gradveil.attacks.generative.rehearsal import MOST, fits, rehearse
 from gradveil.attacks.matching.problem import residual
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 
 WIDTH = 8_192  # entries of one tensor, above which it is hashed to so many
@@ -37,77 +35,69 @@ VALIDATED = 1_000  # rows on which kernel and ridge are chosen
 
 
 @attack("inverter", needs={"public"})
-@settings
 class Inverter(Attack):
-    """Kernel ridge regression from defended updates of public images to the images."""
+    """Kernel ridge regression from defended updates of public images to the images.
 
-    shared: float = Field(default=1.0, ge=0)  # weight of updates of other classes; those of the same have 1 more
+    Args:
+        shared: weight of updates of other classes; those of the same class have 1 more.
+    Example: gradveil audit --defense gaussian:std=0.1 --attack inverter
+    """
+
+    shared: float = Field(default=1.0, ge=0)
+
+    def cost(self, work: Workload) -> Cost:  # rounds of rehearsal, for all victims together
+        return Cost(min(work.public_images, MOST[work.budget]) // work.batch_size)
 
     def applies(self, observation: Observation) -> str | None:
         return fits(observation)
 
     def run(self, target: Target) -> Answer:
-        rehearsed = rehearse(target)
-        known, asked = _rows(rehearsed), _asked(target)
+        rehearsed, shape = rehearse(target), target.task.input_shape
+        train, test = _rows(rehearsed.y), _rows(target.hard_labels)
+        pixels = rehearsed.x.flatten(0, 1).flatten(1)
         kernels = _kernels(_views(rehearsed.updates, target.updates()))
-        means = _class_means(known, target.task.num_outputs)
-        wanted = (known.x - means[known.y]).double()
-        same = (known.y[:, None] == known.y).double() + self.shared
-        name, ridge = _choose(kernels, known, wanted, same)
+        means = class_means(pixels, train.y, target.task.num_outputs)
+        wanted = (pixels - means[train.y]).double()
+        same = (train.y[:, None] == train.y).double() + self.shared
+        name, ridge = _choose(kernels, train, wanted, same)
         among, across = kernels[name]
-        gram = among[known.round][:, known.round].double() * same
+        gram = among[train.round][:, train.round].double() * same
         inverse = torch.linalg.inv(gram + ridge * torch.eye(len(gram)).to(gram))
         weights = inverse @ wanted
-        left_out = known.x - (weights / inverse.diagonal()[:, None]).to(means)
-        likeness = across[asked.round][:, known.round].double() * ((asked.y[:, None] == known.y) + self.shared)
-        found = means[asked.y] + (likeness @ weights).to(means)
-        pictures = [
-            t.view(-1, *target.task.input_shape) for t in (left_out, means[known.y], known.x, found, means[asked.y])
-        ]
+        left_out = pixels - (weights / inverse.diagonal()[:, None]).to(means)
+        likeness = across[test.round][:, train.round].double() * ((test.y[:, None] == train.y) + self.shared)
+        decoded = means[test.y] + (likeness @ weights).to(means)
+        pictures = [t.view(-1, *shape) for t in (left_out, means[train.y], pixels, decoded, means[test.y])]
         x = target.normalize(polish(*pictures, cache=target.cache).clamp(0, 1).view(target.shape))
-        return Answer(x, residual(target, x), asked.y.view(target.shape[:2]), iterations=len(rehearsed.x))
+        return Answer(x, residual(target, x), target.hard_labels, iterations=len(rehearsed.x))
 
 
 @dataclass
 class _Rows:
-    """One row an image: the round whose update it is in, its label, and its pixels where they are known."""
+    """One row per image: the round of its update, and its label."""
 
     round: Tensor
     y: Tensor
-    x: Tensor
 
 
-def _rows(rehearsed: Rehearsal) -> _Rows:
-    rounds, size = rehearsed.y.shape
-    return _Rows(
-        torch.arange(rounds).repeat_interleave(size), rehearsed.y.flatten(), rehearsed.x.flatten(0, 1).flatten(1)
-    )
+def _rows(labels: Tensor) -> _Rows:
+    rounds, size = labels.shape
+    return _Rows(torch.arange(rounds).repeat_interleave(size), labels.flatten())
 
 
-def _asked(target: Target) -> _Rows:
-    hard = target.hard_labels
-    victims, size = hard.shape
-    return _Rows(torch.arange(victims).repeat_interleave(size), hard.flatten(), torch.empty(0))
+# -- views: how updates are compared -----------------------------------------------------------------------------------
+
+View = tuple[Tensor, Tensor]  # of the rehearsed updates, and of the observed ones
 
 
-def _class_means(known: _Rows, classes: int) -> Tensor:
-    overall = known.x.mean(0)
-    members = [known.x[known.y == c] for c in range(classes)]
-    return torch.stack([m.mean(0) if len(m) else overall for m in members])
-
-
-# -- views: what of an update is compared -----------------------------------------------------------------------------
-
-View = tuple[Tensor, Tensor]  # of the rehearsed updates, and of those asked about
-
-
-def _views(known: Tensors, asked: Tensors) -> list[View]:
-    """Centred, and of mean square length 1 over what was rehearsed."""
-    known, asked = ({n: _finite(t) for n, t in tensors.items()} for tensors in (known, asked))
-    flat = [(_hashed(known[n], n), _hashed(asked[n], n)) for n in known]
+def _views(rehearsed: Tensors, observed: Tensors) -> list[View]:
+    """Centred, and of mean square length 1 over the rehearsed updates."""
+    rehearsed, observed = ({n: _finite(t) for n, t in tensors.items()} for tensors in (rehearsed, observed))
+    flat = [(_hashed(rehearsed[n], n), _hashed(observed[n], n)) for n in rehearsed]
     sizes = [(a**2).sum(1).mean().sqrt().clamp_min(1e-20) for a, _ in flat]
     even = [(a / s, b / s) for (a, b), s in zip(flat, sizes, strict=True)]
-    inputs = [(_inputs(known, n), _inputs(asked, n)) for n in known if known[n].ndim == 3 and _bias(n) in known]
+    linear = [n for n, t in rehearsed.items() if t.ndim == 3 and _bias(n) in rehearsed]
+    inputs = [(_inputs(rehearsed, n), _inputs(observed, n)) for n in linear]
     return [_standard(parts) for parts in (flat, even, inputs or even)]
 
 
@@ -137,16 +127,16 @@ def _hashed(t: Tensor, name: str) -> Tensor:
 
 
 def _standard(parts: Sequence[View]) -> View:
-    known, asked = (torch.cat([p[i] for p in parts], 1) for i in (0, 1))
-    centre = known.mean(0)
-    size = ((known - centre) ** 2).sum(1).mean().sqrt().clamp_min(1e-20)
-    return (known - centre) / size, (asked - centre) / size
+    rehearsed, observed = (torch.cat([p[i] for p in parts], 1) for i in (0, 1))
+    centre = rehearsed.mean(0)
+    size = ((rehearsed - centre) ** 2).sum(1).mean().sqrt().clamp_min(1e-20)
+    return (rehearsed - centre) / size, (observed - centre) / size
 
 
 # -- kernels, and the choice among them -------------------------------------------------------------------------------
 
 
-Kernel = tuple[Tensor, Tensor]  # among the rehearsed updates, and from those asked about to them
+Kernel = tuple[Tensor, Tensor]  # among the rehearsed updates, and from the observed ones to them
 
 
 def _kernels(views: Sequence[View]) -> dict[str, Kernel]:
@@ -156,12 +146,12 @@ def _kernels(views: Sequence[View]) -> dict[str, Kernel]:
     return {"linear": _mean(linear), "smooth": _mean(smooth), "smooth raw": smooth[0]}
 
 
-def _smooth(among: Tensor, across: Tensor, asked: Tensor) -> Kernel:
-    """exp(−distance² / its median), by inner products."""
-    known = among.diagonal()
-    apart = (known[:, None] + known - 2 * among).clamp_min(0)
+def _smooth(among: Tensor, across: Tensor, observed: Tensor) -> Kernel:
+    """exp(−distance² / its median), by inner products; `observed` holds squared sizes."""
+    sizes = among.diagonal()
+    apart = (sizes[:, None] + sizes - 2 * among).clamp_min(0)
     scale = apart.median().clamp_min(1e-20)
-    return torch.exp(-apart / scale), torch.exp(-(asked[:, None] + known - 2 * across).clamp_min(0) / scale)
+    return torch.exp(-apart / scale), torch.exp(-(observed[:, None] + sizes - 2 * across).clamp_min(0) / scale)
 
 
 def _mean(kernels: Sequence[Kernel]) -> Kernel:
@@ -169,12 +159,12 @@ def _mean(kernels: Sequence[Kernel]) -> Kernel:
     return among, across
 
 
-def _choose(kernels: dict[str, Kernel], known: _Rows, wanted: Tensor, same: Tensor) -> tuple[str, float]:
+def _choose(kernels: dict[str, Kernel], train: _Rows, wanted: Tensor, same: Tensor) -> tuple[str, float]:
     """The kernel and ridge of the lowest leave-one-out error, which ridge regression gives in closed form."""
     n = min(len(wanted), VALIDATED)
     best = (float("inf"), "linear", RIDGES[-1])
     for name, (among, _) in kernels.items():
-        values, vectors = torch.linalg.eigh(among[known.round[:n]][:, known.round[:n]].double() * same[:n, :n])
+        values, vectors = torch.linalg.eigh(among[train.round[:n]][:, train.round[:n]].double() * same[:n, :n])
         turned = vectors.T @ wanted[:n]
         for ridge in RIDGES:
             inverse = 1 / (values.clamp_min(0) + ridge)

@@ -20,7 +20,7 @@ WIDTH, KERNEL = 24, 5
 EPOCHS, BATCH, RATE = 8, 64, 2e-3
 HELD = 0.2  # share of the images that decide
 LEAST = 50  # images below which there is nothing to learn from
-VERSION = "1"  # of all this, in the names of stored networks
+TERMS = ("2", WIDTH, KERNEL, EPOCHS, BATCH, RATE)  # of the training, in the names of stored networks; a version first
 
 
 def polish(
@@ -44,15 +44,12 @@ def _through(network: nn.Module, decoded: Tensor, means: Tensor) -> Tensor:
 def _network_for(decoded: Tensor, means: Tensor, truth: Tensor, cache: Path | None) -> nn.Module:
     """Trained on these pictures; taken from the cache where the same was trained before."""
     network = _network(truth.shape[1])
-    name = _key(decoded, means, truth) if cache else ""
-    file = cache / f"polish-{name}.safetensors" if cache else None
+    file = None
+    if cache:
+        name = digest(repr(TERMS), {"decoded": decoded, "means": means, "truth": truth})[:24]
+        file = cache / f"polish-{name}.safetensors"
     network.load_state_dict(trained_once(file, lambda partial: _train(network, decoded, means, truth, partial)))
     return network.eval().requires_grad_(False)
-
-
-def _key(*pictures: Tensor) -> str:
-    tensors = {str(i): part for i, part in enumerate(pictures)}
-    return digest(repr((VERSION, WIDTH, KERNEL, EPOCHS, BATCH, RATE)), tensors)[:24]
 
 
 def _network(channels: int) -> nn.Module:

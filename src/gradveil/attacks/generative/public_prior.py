@@ -1,6 +1,6 @@
 """What an image of a class looks like, by public ones: a Gaussian in their main directions.
 
-Counters use it to choose between explanations of an update that fit equally well, and to fill in what none can tell.
+Counters use it to choose between explanations of an update that fit equally well, and to fill in missing pixels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradveil.core.types import Batch
 
-RANK = 30  # directions kept, unless more are asked for
+RANK = 30  # directions kept by default
 FEW = 40  # images a class must have to be described by itself
 FILLED = 30  # rounds in which missing pixels are filled in
 LEAST = 1e-3  # variance of a pixel, so that none is taken to be the same in all images
@@ -46,7 +46,7 @@ class ImageGaussian:
         return ((along.square() / self.variances).sum(1) + (across.square() / self.rest).sum(1)) / 2
 
     def expected(self, x: Tensor) -> Tensor:
-        """Each row of images without what is unlike the class."""
+        """Each row of images without its parts that are unlike the class."""
         along = (x.flatten(1) - self.mean) @ self.directions
         kept = self.variances / (self.variances + self.rest.mean())
         return (self.mean + (kept * along) @ self.directions.T).view_as(x).clamp(0, 1)
@@ -59,15 +59,21 @@ class ImageGaussian:
         return x
 
 
+def class_means(images: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The mean image of each class; of all images where a class has none."""
+    members = [images[labels == c] for c in range(classes)]
+    return torch.stack([m.mean(0) if len(m) else images.mean(0) for m in members])
+
+
 def gaussians(public: Batch, classes: int, rank: int = RANK) -> list[ImageGaussian]:
     """One for each class; that of all images where a class has few."""
     every = ImageGaussian.of(public.x, rank)
-    own = [public.x[public.hard_labels == c] for c in range(classes)]
-    return [ImageGaussian.of(x, rank) if len(x) >= FEW else every for x in own]
+    members = [public.x[public.hard_labels == c] for c in range(classes)]
+    return [ImageGaussian.of(x, rank) if len(x) >= FEW else every for x in members]
 
 
 class Whitened:
-    """Images of given classes as functions of N(0, 1) numbers: a search among these is well conditioned."""
+    """Images of these classes as functions of N(0, 1) numbers: a search among these is well conditioned."""
 
     def __init__(self, kinds: Sequence[ImageGaussian], shape: Sequence[int]):
         self.shape, self.mean = tuple(shape), torch.stack([k.mean for k in kinds])

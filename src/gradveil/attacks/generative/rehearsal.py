@@ -1,6 +1,6 @@
-"""The adversary as a client: its own copy of the defense, run on public images, so that it knows what updates come of which.
+"""The adversary as a client: a copy of the defense, run on public images, shows which updates come from which images.
 
-Nothing about the defense is assumed but that it can be run, so a user's own class serves as well as a published one.
+The only assumption about the defense is that it can be run, so a user's class serves as well as a published one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradveil.defenses.base import Defense, Setup
 from gradveil.defenses.update.none import NoDefense
 
 ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all rehearsals, about a nanosecond each
-CALL = 2e4  # what calling an operation costs, however small its tensors
+CALL = 2e4  # cost of one operation, however small its tensors
 MOST = {"quick": 2_000, "standard": 3_000, "thorough": 6_000}  # images
 ENOUGH = 100  # rehearsals below which the undefended client is rehearsed in place of the defended one
 
@@ -39,7 +39,7 @@ class Rehearsal:
 
 
 def fits(observation: Observation) -> str | None:
-    """Why public images cannot stand in for private ones, or None if they can."""
+    """Why public images cannot replace private ones, or None if they can."""
     public = observation.knowledge.public
     if public is None or tuple(public.x.shape[1:]) != tuple(observation.task.input_shape):
         return "the public images are not of the kind that the network takes"
@@ -48,7 +48,7 @@ def fits(observation: Observation) -> str | None:
 
 
 def public_batch(target: Target) -> Batch:
-    """The public images in an order of our own; labels of a borrowed set that the model does not know are spread evenly."""
+    """The public images in random order; labels of a borrowed set that the model does not have are spread evenly."""
     public = target.knowledge.public
     assert public is not None
     order = torch.randperm(len(public), generator=generator("rehearsal"))
@@ -59,8 +59,7 @@ def public_batch(target: Target) -> Batch:
 
 
 def copy_of_client(target: Target, public: Batch | None, defense: Defense | None = None) -> Client:
-    """A client that holds the public images (a grey one where there are none) and defends them as the victims do, with
-    draws of its own."""
+    """A client that holds the public images (one grey image where there are none) and defends them as the victims do."""
     grey = Batch(torch.full((1, *target.task.input_shape), 0.5), torch.zeros(1).long())
     private = public if public is not None and len(public) else grey
     seed = generator("rehearsal", "client").initial_seed() % 2**31
@@ -74,7 +73,7 @@ def defense_of(knowledge: Knowledge) -> Defense:
 
 
 class _Work(TorchDispatchMode):
-    """Counts what is computed inside: calls, numbers written, multiply-adds."""
+    """Counts the work of a block: calls, numbers written, multiply-adds."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +88,7 @@ class _Work(TorchDispatchMode):
 
 
 def cost_of_round(client: Client, state: Tensors, batch: Batch) -> float:
-    """The work of one round. Counted, not timed: how much is rehearsed must not depend on the machine's mood."""
+    """The work of one round. Counted, not timed: the number of rehearsals must not depend on the machine."""
     counter = _Work()
     with counter:
         client.round(state, batch, "cost")

@@ -1,10 +1,10 @@
-"""Against any defense that can be run: match what it would make of our image, in expectation over its draws.
+"""Against any defense that can be run: match the update that it would make of our images, in expectation over its draws.
 
-At every step the candidate images go through the adversary's own copy of the defense — data, batch, gradient and update
-stage — several times with fresh draws, and the mean of what comes out is compared with what was sent (expectation over
-transformation, Athalye et al. 2018). A gradient is taken through the update stage where it has one; where rounding,
-sorting or a search has cut it, and through stages that see images, straight through: forward as the defense acts,
-backward as if it did nothing. What costs many rounds a step is refused.
+At every step the candidate images go through a copy of the defense (data, batch, gradient and update stage) several times
+with fresh draws, and the mean result is compared with the update sent (expectation over transformation, Athalye et al.
+2018). The gradient goes through the update stage where that has one. Where rounding, sorting or a search has cut it, and
+through the stages that see images, it goes straight through: forward as the defense acts, backward as if it did nothing.
+A defense that costs many rounds per step is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round, defense_of
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.engine import solve
@@ -24,27 +23,34 @@ from gradveil.attacks.matching.problem import Match, Problem
 from gradveil.attacks.matching.rows import Rows
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
 from gradveil.client import Client
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Step
 from gradveil.defenses.update.none import NoDefense
 
-DEAR = 20.0  # rounds of an undefended client that one round of the defense may cost
+MOST_ROUNDS = 20.0  # rounds of an undefended client that one round of the defense may cost
 
 
 @attack("expectation")
-@settings
 class Expectation(Attack):
-    """Match the mean defended update over fresh draws of the defense."""
+    """Match the mean defended update over fresh draws of the defense.
 
-    draws: int = Field(default=2, ge=1)  # a step; one where the defense draws nothing
+    Args:
+        draws: draws of the defense per step; one where the defense draws nothing.
+        steps: iterations of signed Adam, scaled by the budget.
+        tv: weight of total variation; strong, as under noise.
+    Example: gradveil audit --defense mypackage.defenses:Mine --attack expectation:draws=4
+    """
+
+    draws: int = Field(default=2, ge=1)
     steps: int = Field(default=400, ge=1)
-    tv: float = Field(default=1e-2, ge=0)  # strong, as under noise
+    tv: float = Field(default=1e-2, ge=0)
+
+    def cost(self, work: Workload) -> Cost:
+        return Cost(work.steps(self.steps, least=2) * self.draws, rows=2)
 
     def applies(self, observation: Observation) -> str | None:
         if not set(defense_of(observation.knowledge).stages) - {"model"}:
@@ -57,11 +63,11 @@ class Expectation(Attack):
         client = copy_of_client(target, target.knowledge.public)
         _affordable(target, client)
         draws = self.draws if client.defense.random else 1
-        steps = steps_for(target, self.steps, least=2)
+        steps = target.workload.steps(self.steps, least=2)
         match = Match(Cosine(), (TV(self.tv),), Adam(0.1, signed=True), steps, box=True, restarts=2)
         problem = _Defended(target, match, client, draws)
-        # One start is where matching ends that ignores the defense, the other knows nothing. Both are also judged as
-        # they were, in the end, by the same draws.
+        # One start is the end of a match that ignores the defense, the other is random. In the end both results and the
+        # first start are compared by the same draws.
         plain = Swift(restarts=0, cycles=0, adam_steps=0).reconstruct(target).x
         start = torch.stack([plain, Start().draw(target, 1, target.rng)], 1).flatten(0, 1)
         solution = solve(problem, start=start)
@@ -77,7 +83,7 @@ def _affordable(target: Target, client: Client) -> None:
     batch = Batch(images, target.hard_labels[0])
     plain = copy_of_client(target, target.knowledge.public, NoDefense())
     ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
-    if ratio > DEAR:
+    if ratio > MOST_ROUNDS:
         raise UserError(
             f"attack 'expectation' does not apply: one round of the defense costs as much as {ratio:.0f} without it."
         )
@@ -114,7 +120,7 @@ class _Defended(Problem):
         return {n: torch.stack([row[n] for row in sent]) for n in self.names}
 
     def _fed(self, x: Tensor, y: Tensor, state: Tensors, key: tuple[int, ...]) -> tuple[Step, Tensor, Tensor]:
-        """What the defense makes of one row's images and labels, with the slope of the images themselves."""
+        """One row's images and labels after the defense, with the slope of the images themselves."""
         client, rng = self.client, generator("expectation", *key)
         with torch.no_grad():
             shown = Batch(self.target.denormalize(x.detach()).clamp(0, 1), y)
@@ -127,7 +133,7 @@ class _Defended(Problem):
         return step, x + (step.task.normalize(step.batch.x) - self.target.normalize(shown.x)).detach(), step.batch.y
 
     def _sent(self, plain: Tensors, step: Step) -> Tensors:
-        """What the defense makes of one row's gradient."""
+        """One row's gradient after the defense."""
         defense = self.client.defense
         with torch.no_grad():
             changed = defense.gradient({n: t.detach() for n, t in plain.items()}, step)
@@ -136,7 +142,7 @@ class _Defended(Problem):
         return {n: self._through(n, before[n], t) for n, t in after.items()}
 
     def _through(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """A tensor with a gradient: its own where the stage left one, else straight through."""
+        """A tensor with a gradient: that of the stage where it left one, otherwise straight through."""
         if not before.requires_grad:
             return after
         if name not in self.sloped:

@@ -1,11 +1,11 @@
-"""Against a defense of which nothing is known but that it may have spoilt some layers and left others as they were.
+"""Against an unknown defense that may have spoiled some layers and left others as they were.
 
-Several subsets of the update are matched at once: everything; what was sent (entries that are not exactly zero); all but
-one layer, for each; the first half of the layers. A candidate that fits few numbers fits them easily, so the subsets'
-own residuals cannot be compared. All candidates are judged alike, on all tensors, by how likely the whole update is if
-every tensor carries noise of its own unknown size: with r = ‖g' − g‖² / ‖g‖² and n entries a tensor, the best size
-leaves Σ (n/2)·log r. A layer that a candidate does not explain (r ≥ 1) says nothing for or against it, one that it
-explains to many digits says much, and a large one more than a small one. So spoilt layers do not outvote whole ones.
+Several subsets of the update are matched at once: everything; the entries that were sent (not exactly zero); all but one
+layer, for each layer; the first half of the layers. A candidate that fits few numbers fits them easily, so the residuals
+of the subsets cannot be compared. All candidates are judged alike, on all tensors, by how likely the whole update is if
+every tensor carries noise of an unknown size: with r = ‖g' − g‖² / ‖g‖² and n entries per tensor, the best size leaves
+Σ (n/2)·log r. A layer that a candidate does not explain (r ≥ 1) says nothing for or against it, one that it explains to
+many digits says much, and a large layer more than a small one. So spoiled layers do not outvote whole ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.matching.distances import LayerCosine
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS
@@ -22,23 +22,32 @@ from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 
 FLOOR = 1e-8  # of r: digits that floats do not have are no evidence
+SEARCH = Swift(restarts=1, cycles=1, adam_steps=0)
 Mask = dict[str, Tensor]  # name → 0/1, for one victim; broadcast over the tensor
 
 
 @attack("layer-subsets", targets="any")
-@settings
 class LayerSubsets(Attack):
-    """Match several subsets of the layers, keep what explains most of the update."""
+    """Match several subsets of the layers, keep what explains most of the update.
 
-    most: int = Field(default=8, ge=2)  # subsets; with more layers only the last ones are left out one by one
-    kept: int = Field(default=2, ge=1)  # of them go on after a first look
-    look: int = Field(default=60, ge=1)  # iterations of the first look
+    Args:
+        most: largest number of subsets; with more layers only the last ones are left out one by one.
+        kept: subsets that go on after a first look.
+        look: iterations of the first look.
+    Example: gradveil audit --defense mypackage.defenses:Mine --attack layer-subsets:most=12
+    """
+
+    most: int = Field(default=8, ge=2)
+    kept: int = Field(default=2, ge=1)
+    look: int = Field(default=60, ge=1)
+
+    def cost(self, work: Workload) -> Cost:  # as if all rows took part throughout
+        search = SEARCH.cost(work)
+        return Cost(self.look + search.iterations * search.rows * self.kept // self.most, rows=self.most)
 
     def applies(self, observation: Observation) -> str | None:
         layers = len(_layers(observation.model.trainable))
@@ -48,13 +57,14 @@ class LayerSubsets(Attack):
         rows = [(place, m) for place, o in enumerate(target.observations) for m in _subsets(o, self.most)]
         every, masks = _expanded(target, rows)
         match = Match(LayerCosine(), (TV(1e-3, "smoothed"),), LBFGS(), self.look, Start(scale=0.1))
-        evidence = _evidence(every, solve(Problem(every, match, masks)).x)
+        first = solve(Problem(every, match, masks))
+        evidence = _evidence(every, first.x)
         rows = [rows[i] for v in range(target.shape[0]) for i in _best(rows, evidence, v, self.kept)]
         every, masks = _expanded(target, rows)
-        answer = Swift(restarts=1, cycles=1, adam_steps=0).reconstruct(every, masks)
+        answer = SEARCH.reconstruct(every, masks)
         evidence = _evidence(every, answer.x)
         pick = [_best(rows, evidence, v, 1)[0] for v in range(target.shape[0])]
-        return Answer(answer.x[pick], evidence[pick], iterations=answer.iterations)
+        return Answer(answer.x[pick], evidence[pick], iterations=first.iterations + answer.iterations)
 
 
 MaskedRows = list[tuple[int, Mask]]  # the victim's number, and which entries of its update count
@@ -68,16 +78,16 @@ def _expanded(target: Target, rows: MaskedRows) -> tuple[Target, Insight]:
 
 
 def _best(rows: MaskedRows, evidence: Tensor, victim: int, count: int) -> list[int]:
-    own = [i for i, (place, _) in enumerate(rows) if place == victim]
-    return sorted(own, key=lambda i: float(evidence[i]))[:count]
+    candidates = [i for i, (place, _) in enumerate(rows) if place == victim]
+    return sorted(candidates, key=lambda i: float(evidence[i]))[:count]
 
 
 def _layers(names: list[str]) -> list[list[str]]:
     """Tensors of one module, in the model's order."""
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return list(found.values())
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(layers.values())
 
 
 def _subsets(observation: Observation, most: int) -> list[Mask]:
@@ -98,21 +108,21 @@ def _stacked(masks: list[Tensor]) -> Tensor:
 
 
 def _evidence(target: Target, x: Tensor) -> Tensor:
-    """Σ (n/2)·log r over all tensors and sightings, a row; lower is better."""
+    """Σ (n/2)·log r over all tensors and sightings, one number per row; lower is better."""
     total = torch.zeros(len(x))
     noise = target.model.draw_noise(target.shape[1], target.rng)
     noise = {k: v.expand(len(x), *v.shape) for k, v in noise.items()}
     for i, sighting in enumerate(target.first.seen):
-        found = target.model.updates(sighting.state, x, target.labels, target.training, noise)
-        total += _log_share(found, target.updates(i))
+        updates = target.model.updates(sighting.state, x, target.labels, target.training, noise)
+        total += _log_share(updates, target.updates(i))
     return torch.nan_to_num(total, nan=0.0, posinf=0.0)
 
 
-def _log_share(found: Tensors, seen: Tensors) -> Tensor:
+def _log_share(ours: Tensors, observed: Tensors) -> Tensor:
     terms = []
-    for name, a in found.items():
-        a, b = a.reshape(len(a), -1), seen[name].reshape(len(a), -1)
-        sent = (b != 0).to(b)  # what was not sent says nothing
+    for name, a in ours.items():
+        a, b = a.reshape(len(a), -1), observed[name].reshape(len(a), -1)
+        sent = (b != 0).to(b)  # an entry that was not sent says nothing
         share = ((a - b) ** 2 * sent).sum(1) / (b**2).sum(1).clamp_min(1e-24)
         terms.append(sent.sum(1) / 2 * share.clamp(FLOOR, 1.0).log())
     return torch.stack(terms).sum(0)

@@ -1,7 +1,7 @@
-"""Against any randomness: a client that trains on the same images again draws anew, and the draws average out.
+"""Against any randomness: a client that trains on the same images again draws again, and the draws average out.
 
 Updates of one state are averaged entry by entry, over those sightings in which the entry was sent at all (an exact zero
-beside other values was left out, not measured). What is left is matched as ever. Nothing is known of the defense.
+next to other values was left out, not measured). The mean is matched. The attack needs no knowledge of the defense.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.attacks import Answer, Target, attack
 from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching.swift import Swift
-from gradveil.attacks.registry import attack
+from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation, Sighting
-from gradveil.core.settings import settings
 from gradveil.core.types import Update, hard_labels
 
 
 @attack("repeats")
-@settings
-class Repeats(Attack):
-    """Average several sightings of the same data on the same state, then match."""
+class Repeats(SwiftCounter):
+    """Average several sightings of the same data on the same state, then match.
+
+    Example: gradveil audit --defense gaussian:std=0.01 --updates 16 --attack repeats
+    """
 
     def applies(self, observation: Observation) -> str | None:
         groups = _groups(observation)
@@ -35,13 +35,10 @@ class Repeats(Attack):
 
     def run(self, target: Target) -> Answer:
         merged = [merge(o) for o in target.observations]
-        # Labels read off a single update are as uncertain as it is.
-        labels = (
-            target.labels if target.knowledge.labels is not None else torch.stack([infer_labels(o) for o in merged])
-        )
-        averaged = target.about(merged, labels)
-        found = Swift().reconstruct(averaged)
-        return replace(found, labels=hard_labels(labels, soft_ndim=3))
+        labels = target.labels
+        if target.knowledge.labels is None:  # those read off a single update are as uncertain as it is
+            labels = torch.stack([infer_labels(o) for o in merged])
+        return replace(self.search.reconstruct(target.about(merged, labels)), labels=hard_labels(labels, soft_ndim=3))
 
 
 def merge(observation: Observation) -> Observation:
@@ -50,10 +47,10 @@ def merge(observation: Observation) -> Observation:
 
 
 def _groups(observation: Observation) -> list[list[Sighting]]:
-    found: dict[tuple[int, int], list[Sighting]] = {}
+    groups: dict[tuple[int, int], list[Sighting]] = {}
     for sighting in observation.seen:
-        found.setdefault((id(sighting.state), sighting.group), []).append(sighting)
-    return list(found.values())
+        groups.setdefault((id(sighting.state), sighting.group), []).append(sighting)
+    return list(groups.values())
 
 
 def _alike(group: list[Sighting]) -> bool:

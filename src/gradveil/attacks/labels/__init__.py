@@ -1,4 +1,4 @@
-"""What an update says about labels, before any image is looked for.
+"""What an update says about labels, before any image is sought.
 
 All rules read the classifier: with cross entropy its bias gradient is mean(p − y), so present classes pull it below zero.
 """
@@ -8,20 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradveil.attacks.labels.rules import LabelRule, bias_rule, expected_rule, idlg, llg, minimum_rule
+from gradveil.attacks.labels.rules import bias_rule, expected_rule, idlg, llg
 from gradveil.attacks.layers import classifier_gradients
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-
-__all__ = [
-    "LabelRule",
-    "bias_rule",
-    "expected_rule",
-    "idlg",
-    "infer_labels",
-    "llg",
-    "minimum_rule",
-]
 
 
 def infer_labels(observation: Observation) -> Tensor:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-LabelRule = Callable[[Tensor, int], Tensor]
 
 
 def idlg(weight: Tensor) -> Tensor:
@@ -26,15 +22,15 @@ def bias_rule(bias: Tensor, count: int) -> Tensor:
 def expected_rule(bias: Tensor, count: int, belief: Tensor) -> Tensor:
     """Labels with repeats: ∇b is mean(p) − counts / batch, and an untrained net believes much the same of any image.
 
-    `belief` is the adversary's estimate of mean(p) from images of its own; counts are the nearest that add up.
+    `belief` is the adversary's estimate of mean(p) from other images; counts are the nearest that add up.
     """
     left = count * (belief.double() - bias.double())
-    found: list[int] = []
+    labels: list[int] = []
     for _ in range(count):
         c = int(left.argmax())
-        found.append(c)
+        labels.append(c)
         left[c] -= 1
-    return torch.tensor(sorted(found), dtype=torch.long)
+    return torch.tensor(sorted(labels), dtype=torch.long)
 
 
 def llg(weight: Tensor, count: int) -> Tensor:
@@ -54,13 +50,13 @@ def _greedy(pull: Tensor, count: int, factor: float = 1.0) -> Tensor:
     left = pull.double().clone()
     negative = left[left < 0].sum()
     one = negative * factor / count  # what one image adds
-    found: list[int] = []
+    labels: list[int] = []
     for c in left.argsort().tolist():  # strongest first: under noise more classes look present than there are images
-        if left[c] < 0 and len(found) < count:
-            found.append(c)
+        if left[c] < 0 and len(labels) < count:
+            labels.append(c)
             left[c] -= one
-    while len(found) < count:
+    while len(labels) < count:
         c = int(left.argmin())
-        found.append(c)
+        labels.append(c)
         left[c] -= one
-    return torch.tensor(sorted(found), dtype=torch.long)
+    return torch.tensor(sorted(labels), dtype=torch.long)

@@ -1,7 +1,7 @@
 """Targets that are no classes, from the gradient of a single image.
 
-The last layer gives its input a and the signal δ at its output exactly (see `attacks/layers.py`), so the model's own output
-is known: o = W a + b. A target y is then what makes the loss pull as it did: ∂loss/∂o (o, y) = δ. Binary cross entropy
+The last layer gives its input a and the signal δ at its output exactly (see `attacks/layers.py`), so the model's output
+is known: o = W a + b. The target y is the one that gives the signal: ∂loss/∂o (o, y) = δ. Binary cross entropy
 and squared error are linear in y, and one step of Newton is exact; other losses take a few.
 """
 

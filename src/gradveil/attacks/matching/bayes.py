@@ -1,24 +1,22 @@
 """The Bayes-optimal adversary of Balunović et al. 2022: maximise log p(update | image) + log p(image).
 
-For an update that was noised, the distance is the noise's own likelihood: L2 for Gaussian, L1 for Laplace. The size of
-the noise is read from the defense's settings, which are no secret; without noise the likelihood is sharp and L2 remains.
+For an update that was noised, the distance is the likelihood of the noise: L2 for Gaussian, L1 for Laplace. The defense
+declares the size of its noise, which is no secret; without noise the likelihood is sharp and L2 remains.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pydantic import Field
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks import Answer, Target, Workload, attack
 from gradveil.attacks.matching.distances import Distance, GaussianLikelihood, LaplaceLikelihood
-from gradveil.attacks.matching.engine import match_and_choose
+from gradveil.attacks.matching.engine import MatchingAttack, match_and_choose
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV, BoxPenalty
 from gradveil.attacks.matching.problem import Match
-from gradveil.attacks.registry import attack
-from gradveil.core.settings import settings
 from gradveil.core.types import Noise
 
 
@@ -29,23 +27,29 @@ def likelihood(noise: Noise | None, least: float) -> Distance:
     return GaussianLikelihood(least if noise is None else max(noise.std, least))
 
 
-@attack("bayes", targets="any")
-@settings
-class BayesOptimal(Attack):
-    """Likelihood of the noise + a smoothness prior, Adam."""
+@attack("bayes", targets="any", version=2)
+class BayesOptimal(MatchingAttack):
+    """Likelihood of the noise + a smoothness prior, Adam.
+
+    Args:
+        steps: iterations; by default 2,000 scaled by the budget.
+        tv: weight of the squared total variation.
+        lr: learning rate of Adam.
+        least: standard deviation assumed where no noise was added.
+        restarts: starts per victim.
+    Example: gradveil audit --defense gaussian:std=0.01 --attack bayes
+    """
 
     steps: int | None = Field(default=None, ge=1)
     tv: float = Field(default=0.1, ge=0)
     lr: float = Field(default=0.1, gt=0)
-    least: float = Field(default=1e-3, gt=0)  # standard deviation assumed where no noise was added
+    least: float = Field(default=1e-3, gt=0)
     restarts: int = Field(default=1, ge=1)
 
+    def match(self, work: Workload) -> Match:
+        priors, steps = (TV(self.tv, "squared"), BoxPenalty(1.0)), self.steps or work.steps(2_000)
+        return Match(likelihood(None, self.least), priors, Adam(self.lr), steps, restarts=self.restarts)
+
     def run(self, target: Target) -> Answer:
-        match = Match(
-            likelihood(target.knowledge.noise, self.least),
-            (TV(self.tv, "squared"), BoxPenalty(1.0)),
-            Adam(self.lr),
-            steps=self.steps or steps_for(target, 2_000),
-            restarts=self.restarts,
-        )
-        return match_and_choose(target, match)
+        distance = likelihood(target.knowledge.noise, self.least)
+        return match_and_choose(target, replace(self.match(target.workload), distance=distance))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.layers import hooked
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.problem import Problem
 from gradveil.core.types import Tensors
@@ -63,7 +64,7 @@ class Dense:
         return dot / (square.clamp_min(1e-24).sqrt() * self.sizes[sighting] + 1e-12)
 
     def _factors(self, x: Tensor, state: Tensors) -> tuple[Tensors, Tensors]:
-        """What enters each layer, and the loss's derivative by what leaves it, for all images at once."""
+        """The inputs of each layer, and the derivative of the loss by its outputs, for all images at once."""
         inputs: Tensors = {}
         taps: Tensors = {}
 
@@ -75,21 +76,17 @@ class Dense:
 
             return hook
 
-        handles = [layer.register_forward_hook(tap(path)) for path, layer in self.layers.items()]
-        try:
-            rows = self.problem.rows
-            noise = {k: v.flatten(0, 1) for k, v in rows.noise.items()}
+        rows = self.problem.rows
+        noise = {k: v.flatten(0, 1) for k, v in rows.noise.items()}
+        with hooked(layer.register_forward_hook(tap(path)) for path, layer in self.layers.items()):
             loss = rows.target.model.loss(state, x.flatten(0, 1), rows.labels.flatten(0, 1), noise)
-        finally:
-            for handle in handles:
-                handle.remove()
         # The loss is a mean over all images; that of one row is the mean over its batch.
         signals = torch.autograd.grad(loss * len(x), list(taps.values()), create_graph=True)
         return inputs, dict(zip(taps, signals, strict=True))
 
 
 def objective(problem: Problem) -> Dense | None:
-    """This route, where the problem allows it and it gives what the exact one gives; else None."""
+    """This route, where the problem allows it and it agrees with the exact one; otherwise None."""
     model = problem.target.model
     layers = {path: m for path, m in model.module.named_modules() if isinstance(m, nn.Linear)}
     linear = {f"{path}.{part}" for path in layers for part in ("weight", "bias")}

@@ -5,18 +5,14 @@ A tensor that is not to count (dropped, masked, weighted) is changed on both sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _TINY = 1e-12
-
-
-class Distance(Protocol):
-    def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor: ...
+Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -113,7 +109,7 @@ class LaplaceLikelihood:
 
 @dataclass(frozen=True)
 class Nothing:
-    """No gradient is compared: what is sought stands in a prior."""
+    """No gradient is compared: a prior holds the whole objective."""
 
     def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
         return ours[0].new_zeros(len(ours[0]))
@@ -121,7 +117,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class PerRow:
-    """A distance of its own for each row: a portfolio that runs as one batch. `choice` numbers the distances."""
+    """One of several distances for each row: a portfolio that runs as one batch. `choice` numbers the distances."""
 
     distances: tuple[Distance, ...]
     choice: Tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.base import Answer, Attack, Cost, Target, Workload
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
 from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly
@@ -61,6 +61,20 @@ def match_and_choose(target: Target, match: Match, insight: Insight = NOTHING) -
     """The whole of a plain matching attack."""
     problem = Problem(target, match, insight)
     return choose(problem, solve(problem))
+
+
+class MatchingAttack(Attack):
+    """An attack that is one match and nothing else; subclasses say which."""
+
+    def match(self, work: Workload) -> Match:
+        raise NotImplementedError
+
+    def cost(self, work: Workload) -> Cost:
+        match = self.match(work)
+        return Cost(match.optimizer.expected_evaluations(match.steps), match.restarts)
+
+    def run(self, target: Target) -> Answer:
+        return match_and_choose(target, self.match(target.workload))
 
 
 def _first_order(unknowns: ImagesOnly, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, Curves]:

@@ -1,8 +1,8 @@
-"""What entered the network, whatever a defense made of the private images before: the first half of most counters.
+"""What entered the network, after the defense changed the private images: the first half of most counters.
 
-What defenses feed is no natural picture and its labels may be soft, so neither priors nor labels are of help. For one
-image behind one gradient neither is needed: a fully connected layer gives away its exact input and the exact signal at
-it (see `attacks/layers.py`), and together with the gradients of the layers before they fix the image.
+Images that a defense feeds look unnatural and their labels may be soft, so neither priors nor labels help. For one image
+behind one gradient neither is needed: a fully connected layer gives away its exact input and the exact signal at it (see
+`attacks/layers.py`), and together with the gradients of the layers before they fix the image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
-from gradveil.attacks.base import Answer, Target
+from gradveil.attacks.base import Answer, Cost, Target, Workload
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.layers import classifier_gradients
 from gradveil.attacks.matching.distances import RelativeL2
@@ -41,8 +41,8 @@ class Fed:
     x: Tensor
     score: Tensor
     iterations: int
-    victim: Tensor  # whose each row is
-    sighting: Tensor  # and which of its sightings
+    victim: Tensor  # the victim of each row
+    sighting: Tensor  # the sighting of each row
 
     @property
     def pixels(self) -> Tensor:
@@ -53,18 +53,25 @@ class Fed:
         return rows.reshape(int(self.sighting.max()) + 1, -1, *rows.shape[1:]).transpose(0, 1)
 
 
+def fed_cost(work: Workload) -> Cost:
+    """What `one_image` takes where no closed form gives the images."""
+    if work.batch_size > 1 or work.training.kind != "gradient":
+        return Swift().cost(work)
+    return Cost(LBFGS().expected_evaluations(sum(steps for _, steps in (*LADDER, POLISH))))
+
+
 def recover(target: Target) -> Fed:
     """The images that were fed, each sighting by itself; of batches the first, since labels are granted for no other."""
     count = target.sightings if target.shape[1] == 1 else 1
     parts = [sighting(target, i) for i in range(count)]
-    found = [one_image(part) for part in _joined(parts)]
+    answers = [one_image(part) for part in _joined(parts)]
     target = target.about([o for part in parts for o in part.observations], torch.cat([part.labels for part in parts]))
     victims = len(parts[0].observations)
     return Fed(
         target,
-        torch.cat([a.x for a in found]),
-        torch.cat([a.score for a in found]),
-        max(a.iterations for a in found),
+        torch.cat([a.x for a in answers]),
+        torch.cat([a.score for a in answers]),
+        max(a.iterations for a in answers),
         torch.arange(victims).repeat(count),
         torch.arange(count).repeat_interleave(victims),
     )
@@ -83,9 +90,9 @@ def one_image(target: Target) -> Answer:
         new = Start(scale=0.1).draw(head.target, 1, target.rng)[rows]
         for weight, steps in LADDER:
             new, used = _descend(head, rows.tolist(), new, weight, steps, used)
-        found = residual(head.target.subset(rows.tolist()), new)
-        better = found < score[rows]
-        x[rows[better]], score[rows[better]] = new[better], found[better]
+        new_score = residual(head.target.subset(rows.tolist()), new)
+        better = new_score < score[rows]
+        x[rows[better]], score[rows[better]] = new[better], new_score[better]
     rows = ((score > EXACT) & (score < CONVERGED)).nonzero().flatten()
     if len(rows):  # bright images saturate smooth nets: close, but slow
         x[rows], used = _descend(head, rows.tolist(), x[rows], *POLISH, used)
@@ -117,11 +124,11 @@ def _descend(head: Head, rows: list[int], x: Tensor, weight: float, steps: int, 
 
 def soft_labels(fed: Fed) -> Tensor | None:
     """The labels that single images were trained with: the network's belief minus the classifier's bias gradient."""
-    given = fed.target.labels
-    if given.ndim == 3:
-        return given
+    labels = fed.target.labels
+    if labels.ndim == 3:
+        return labels
     signals = [s for o in fed.target.observations if (s := classifier_gradients(o)[1]) is not None]
-    if given.shape[1] > 1 or len(signals) < len(fed.x):
+    if labels.shape[1] > 1 or len(signals) < len(fed.x):
         return None
     rows = []
     for observation, x, signal in zip(fed.target.observations, fed.x, signals, strict=True):

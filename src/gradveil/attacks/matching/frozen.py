@@ -9,7 +9,7 @@ for steps by sign, and only where it has agreed with the exact route: at the fir
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,49 +27,27 @@ CHECK_EVERY = 500
 
 
 class _Replayed(nn.Module):
-    """A layer that decides (which entries pass), once while recording, and stays with it while replaying."""
+    """A layer that decides (which entries pass), once while recording, and keeps to it while replaying."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Callable[[Tensor], Tensor], apply: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
+        self.choose, self.apply_choice, self.replay = choose, apply, False
         self.choices: list[Tensor] = []
-        self.replay = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.replay:
-            choice = self.choices.pop(0)
-        else:
-            choice = self.choose(x.detach())
-            self.choices.append(choice)
-        return self.apply_choice(x, choice)
-
-    def choose(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
-        raise NotImplementedError
+        if not self.replay:
+            self.choices.append(self.choose(x.detach()))
+        return self.apply_choice(x, self.choices.pop(0) if self.replay else self.choices[-1])
 
 
-class _ReLU(_Replayed):
-    def choose(self, x: Tensor) -> Tensor:
-        return (x > 0).to(x.dtype)
-
-    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
-        return x * choice
+def _relu() -> _Replayed:
+    return _Replayed(lambda x: (x > 0).to(x.dtype), torch.mul)
 
 
-class _MaxPool(_Replayed):
-    def __init__(self, pool: nn.MaxPool2d):
-        super().__init__()
-        self.pool = nn.MaxPool2d(
-            pool.kernel_size, pool.stride, pool.padding, pool.dilation, return_indices=True, ceil_mode=pool.ceil_mode
-        )
-
-    def choose(self, x: Tensor) -> Tensor:
-        _, places = self.pool(x)
-        return torch.as_tensor(places)
-
-    def apply_choice(self, x: Tensor, choice: Tensor) -> Tensor:
-        return x.flatten(-2).gather(-1, choice.flatten(-2)).view(choice.shape)
+def _max_pool(pool: nn.MaxPool2d) -> _Replayed:
+    chooser = copy.deepcopy(pool)
+    chooser.return_indices = True
+    return _Replayed(lambda x: chooser(x)[1], lambda x, i: x.flatten(-2).gather(-1, i.flatten(-2)).view(i.shape))
 
 
 class Frozen:
@@ -126,7 +104,7 @@ class Frozen:
         return first, dict(zip(wanted, rest, strict=True))
 
     def _move(self, state: Tensors, update: Tensors, row: int, sighting: int) -> tuple[Tensor, Tensors, Tensor]:
-        """Distance, the weights a step along its derivative by the update, and what the difference is worth."""
+        """Distance, the weights one step along its derivative by the update, and the factor of the difference."""
         problem, names = self.problem, self.problem.names
         victim = row // problem.match.restarts
         plain = not problem.insight.weights and not problem.insight.transform
@@ -165,27 +143,23 @@ class Frozen:
 
 def objective(problem: Problem, *, signed: bool) -> Problem | Frozen:
     """The route for first-order steps: frozen for signed ones on large nets that send a gradient, else the problem."""
-    target = problem.target
+    target, module = problem.target, problem.target.model.module
     if not signed or target.training.kind != "gradient":
         return problem
-    if target.model.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in _parts(problem)):
-        return problem  # the second pass would draw anew
-    return Frozen(problem) if forward_cost(target.model.module, target.task.input_shape) >= LARGE else problem
-
-
-def _parts(problem: Problem) -> list[nn.Module]:
-    return list(problem.target.model.module.modules())
+    if target.model.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in module.modules()):
+        return problem  # the second pass would draw again
+    return Frozen(problem) if forward_cost(module, target.task.input_shape) >= LARGE else problem
 
 
 def _replayed(module: nn.Module) -> nn.Module:
-    """A copy in which every ReLU and max-pool can be replayed. Other kinks are found by the check of signs."""
+    """A copy in which every ReLU and max-pool can be replayed. The check of signs detects other kinks."""
     twin = copy.deepcopy(module)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.ReLU):
-                setattr(parent, name, _ReLU())
+                setattr(parent, name, _relu())
             elif isinstance(child, nn.MaxPool2d):
-                setattr(parent, name, _MaxPool(child))
+                setattr(parent, name, _max_pool(child))
     return twin
 
 

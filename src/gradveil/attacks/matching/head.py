@@ -5,13 +5,14 @@ The layers before it are matched as a network by itself, whose loss is ⟨featur
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Target
-from gradveil.attacks.layers import exact_input, linear_layers
+from gradveil.attacks.layers import exact_input, hooked, linear_layers
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Sighting
@@ -25,7 +26,7 @@ class _Reached(Exception):
 
 
 class Features(nn.Module):
-    """A network cut before one of its layers: what enters `layer`, flattened."""
+    """A network cut before one of its layers: the inputs of `layer`, flattened."""
 
     def __init__(self, inner: nn.Module, layer: str):
         super().__init__()
@@ -38,13 +39,8 @@ class Features(nn.Module):
             caught.append(inputs[0])
             raise _Reached
 
-        handle = self.inner.get_submodule(self.layer).register_forward_pre_hook(catch)
-        try:
+        with hooked([self.inner.get_submodule(self.layer).register_forward_pre_hook(catch)]), suppress(_Reached):
             self.inner(x)
-        except _Reached:
-            pass
-        finally:
-            handle.remove()
         return caught[0].flatten(1)
 
 

@@ -1,6 +1,6 @@
 """Batched optimisers: every row is a separate problem, all are stepped at once.
 
-First-order ones are element-wise, so a batch of rows is no different from one. L-BFGS keeps a history and a line search
+First-order ones act on each entry, so a batch of rows is no different from one. L-BFGS keeps a history and a line search
 for each row; rows that are done leave the batch, so that the slow ones do not pay for the fast.
 """
 
@@ -22,6 +22,9 @@ class FirstOrder:
     lr: float = 0.1
     signed: bool = False
     noise: float = 0.0  # GradInversion adds Gaussian noise of this size times the learning rate
+
+    def expected_evaluations(self, steps: int) -> int:
+        return steps
 
     def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
         """A function from the gradient and the factor of the learning rate to the step."""
@@ -70,7 +73,7 @@ class SGD(FirstOrder):
 
 @dataclass(frozen=True)
 class LBFGS:
-    """L-BFGS with a weak-Wolfe line search by bisection (Lewis and Overton), which also stands kinks (ReLU, TV)."""
+    """L-BFGS with a weak-Wolfe line search by bisection (Lewis and Overton), which also works at kinks (ReLU, TV)."""
 
     history: int = 20
     evaluations: int = 12  # of one line search, at most
@@ -78,6 +81,10 @@ class LBFGS:
     curvature: float = 0.9
     tolerance: float = 1e-7  # a row is done when its value falls by less than this share over `patience` iterations
     patience: int = 20
+
+    def expected_evaluations(self, steps: int) -> int:
+        """Measured: 1.1 to 1.5 per step on smooth nets; on kinked ones more per step, and fewer steps."""
+        return 3 * steps // 2
 
     def minimize(
         self, objective: Objective, x: Tensor, steps: int, tick: Callable[[int], None] | None = None
@@ -103,7 +110,7 @@ class LBFGS:
             d = torch.where(uphill[:, None], -flat_g, d)
             slope = torch.where(uphill, -(flat_g**2).sum(1), slope)
             t = torch.ones_like(value)
-            if not s_list:  # first step: no scale is known yet
+            if not s_list:  # first step: there is no scale yet
                 t = 1.0 / flat_g.norm(dim=1).clamp_min(1e-12)
                 t = torch.minimum(t, torch.ones_like(t)) * max(1.0, flat_x.shape[1] ** 0.5 * 0.1)
             new_x, new_value, new_g, used = self._search(flat, rows, flat_x, value, slope, d, t)

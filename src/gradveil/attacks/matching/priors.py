@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.layers import hooked
 from gradveil.attacks.matching.rows import Rows
 
-
-class Prior(Protocol):
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor: ...
+Prior = Callable[[Tensor, Rows], Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,6 @@ class BatchNormPrior:
         norms = [(p, m) for p, m in norms if f"{p}.running_mean" in state]
         if not norms:
             return x.new_zeros(len(x))
-        handles = [m.register_forward_hook(hook(p, i)) for i, (p, m) in enumerate(norms)]
-        try:
+        with hooked(m.register_forward_hook(hook(p, i)) for i, (p, m) in enumerate(norms)):
             rows.outputs(x)
-        finally:
-            for handle in handles:
-                handle.remove()
         return self.weight * torch.stack(terms).sum(0)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Target
-from gradveil.attacks.budget import rows_at_once
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
 from gradveil.attacks.matching.optimizers import LBFGS, Adam, FirstOrder
 from gradveil.attacks.matching.priors import TV, Prior
@@ -75,7 +74,7 @@ class Problem:
         self.names = [n for n in target.model.trainable if insight.keep is None or n in insight.keep]
         self.observed = [self._weighted(target.updates(i), None) for i in range(target.sightings)]
         self.states = [sighting.state for sighting in target.first.seen]
-        self.at_once = rows_at_once(target) or len(self.rows)  # rows that fit the memory
+        self.at_once = target.rows_at_once or len(self.rows)  # rows that fit the memory
 
     def __call__(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Value per row, and its gradient by the images. `index` numbers the rows of `x`; None: all rows."""
@@ -130,7 +129,7 @@ class Problem:
             return torch.cat([self.mismatch(x[part], rows.at(picked)) for part, picked in self._parts(len(x), None)])
 
     def _parts(self, count: int, index: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Rows that fit the memory together: where they stand, and which rows of the problem they are."""
+        """Rows that fit the memory together: their place in `z`, and their numbers in the problem."""
         every = torch.arange(count) if index is None else index
         for start in range(0, count, self.at_once):
             part = slice(start, start + self.at_once)
@@ -146,7 +145,7 @@ class Problem:
 def residual(target: Target, x: Tensor, distance: Distance | None = None, insight: Insight = NOTHING) -> Tensor:
     """How far the updates of finished images (victims · restarts first) are from the observed ones; never NaN.
 
-    The default distance is the adversary's own measure: the squared error as a share of each tensor, 0 means equal.
+    The default distance is the squared error as a share of each tensor; 0 means equal.
     """
     match = Match(distance or RelativeL2(), (), restarts=len(x) // target.shape[0])
     return torch.nan_to_num(Problem(target, match, insight).residual(x), nan=float("inf"))

@@ -13,20 +13,19 @@ from gradveil.attacks.base import Target
 
 @dataclass(frozen=True)
 class Start:
-    """`normal` (scale · N(0,1)), `uniform` pixels, `grey`, CPL's tiled `patch`, or `given` images (victims × B × …, pixels)."""
+    """`normal` (scale · N(0,1)), `uniform` pixels, `grey`, CPL's tiled `patch`, or `images` (victims × B × …, pixels)."""
 
-    kind: Literal["normal", "uniform", "grey", "patch", "given"] = "normal"
+    kind: Literal["normal", "uniform", "grey", "patch", "images"] = "normal"
     scale: float = 1.0
     images: Tensor | None = None
 
     def draw(self, target: Target, restarts: int, rng: torch.Generator) -> Tensor:
-        """Victims · restarts × B × C × H × W. A victim's starts do not depend on which others are attacked with it."""
+        """Victims · restarts × B × C × H × W. Starts do not depend on the other victims."""
         victims, *rest = target.shape
         shape = (restarts, *rest)
-        if self.kind == "given":
+        if self.kind == "images":
             assert self.images is not None
             return target.normalize(self.images).repeat_interleave(restarts, 0)
-        # One stream of starts for every victim alike: no victim's result depends on its place in the stack.
         if self.kind == "normal":
             one = self.scale * torch.randn(shape, generator=rng)
         elif self.kind == "uniform":

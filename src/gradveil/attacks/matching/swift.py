@@ -1,4 +1,4 @@
-"""Swift: the strongest reconstruction for the least compute on the nets we know. Our own; no paper.
+"""Swift: the strongest reconstruction for the least compute on the nets we tested. Ours; no paper.
 
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: one layer rules the
 global cosine on some initialisations, and the layer-relative L2 is ill-conditioned on others. So:
@@ -6,7 +6,7 @@ global cosine on some initialisations, and the layer-relative L2 is ill-conditio
 0. Where a closed form applies (`linear`, `rgap`), its answer comes first: it costs a fraction of a second, and a victim
    whose update it explains needs nothing else.
 1. Every other victim starts once per distance, all in one batched L-BFGS, down a ladder of TV weights: a strong prior
-   first, which chooses among what the update alone leaves open.
+   first, which chooses among the images that the update alone leaves open.
 2. All rows finish under one common distance, and the adversary keeps the row with the lowest residual.
 3. Victims that did not converge get new starts, and those close to the truth go down the ladder again from where they
    are. A victim that ends where it was before is settled: its update does not fit, and no other start will change that.
@@ -19,53 +19,66 @@ Where the net draws noise that the adversary does not know, an exact fit would f
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.attacks.matching.starts import Start
-from gradveil.attacks.registry import attack
-from gradveil.core.settings import settings
 
 CLOSED = (Linear(), RGAP())
 DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
 CLOSE = 0.1  # residual below which going on from here beats a new start
-FAR = 0.3  # residual above which kinks or noise stand in the way, and new starts do not help
+FAR = 0.3  # residual above which kinks or noise prevent a fit, and new starts do not help
 SAME = 0.01  # relative change of the residual within which a victim has ended where it was before
-CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim stands
+LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
+CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
 @attack("swift", targets="any")
-@settings
 class Swift(Attack):
-    """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual."""
+    """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual.
 
-    restarts: int = Field(default=2, ge=0)  # further starts for victims that did not converge
-    cycles: int = Field(default=2, ge=0)  # further descents for victims that are close
-    converged: float = Field(
-        default=1e-3, gt=0
-    )  # residual (share of the update's size) below which a victim needs no new start
-    exact: float = Field(default=1e-6, gt=0)  # … and below which it is done
-    closed: bool = True  # begin with the closed form where there is one
-    adam_steps: int = Field(default=1200, ge=0)  # for those that never converge
+    Args:
+        restarts: further starts for victims that did not converge.
+        cycles: further descents for victims that are close.
+        converged: residual (share of the update's size) below which a victim needs no new start.
+        exact: residual below which a victim is done.
+        closed: begin with the closed form where there is one.
+        adam_steps: iterations of signed Adam for victims that never converge, scaled by the budget.
+    Example: gradveil audit --attack swift:restarts=4
+    """
+
+    restarts: int = Field(default=2, ge=0)
+    cycles: int = Field(default=2, ge=0)
+    converged: float = Field(default=1e-3, gt=0)
+    exact: float = Field(default=1e-6, gt=0)
+    closed: bool = True
+    adam_steps: int = Field(default=1200, ge=0)
+
+    def cost(self, work: Workload) -> Cost:
+        """Of a victim that no closed form explains and that ends close, or far from a fit; new starts are rare."""
+        portfolio = int(LENGTHEN[work.budget] * sum(steps for _, steps in (*LADDER, *FINISH)))
+        cycle = sum(steps for _, steps in (*CYCLE, FINISH[1])) if self.cycles else 0
+        portfolio, cycle = (LBFGS().expected_evaluations(steps) for steps in (portfolio, cycle))
+        return Cost(portfolio + max(cycle, self._adam_steps(work)), rows=len(DISTANCES))
 
     def run(self, target: Target) -> Answer:
         return self.reconstruct(target)
 
     def reconstruct(self, target: Target, insight: Insight = NOTHING) -> Answer:
-        """The attack, with what a counter knows."""
+        """The attack, with the insight of a counter."""
         best = self._begin(target, insight)
         settled = set(range(target.shape[0])) if _draws_unknown_noise(target) else set()
         for again in range(self.restarts):
@@ -100,17 +113,35 @@ class Swift(Attack):
 
     def _signed(self, target: Target, insight: Insight) -> Answer:
         """Step 4."""
-        steps = steps_for(target, self.adam_steps)
+        steps = self._adam_steps(target.workload)
         solution = solve(
             Problem(target, Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps, box=True), insight)
         )
         return Answer(solution.x, residual(target, solution.x, insight=insight), iterations=solution.iterations)
 
+    def _adam_steps(self, work: Workload) -> int:
+        return work.steps(self.adam_steps) if self.adam_steps else 0
+
+
+class SwiftCounter(Attack):
+    """Swift with the insight of a counter; subclasses say which."""
+
+    search: ClassVar[Swift] = Swift()
+
+    def insight(self, target: Target) -> Insight:
+        return NOTHING
+
+    def cost(self, work: Workload) -> Cost:
+        return self.search.cost(work)
+
+    def run(self, target: Target) -> Answer:
+        return self.search.reconstruct(target, self.insight(target))
+
 
 def _portfolio(target: Target, insight: Insight, scale: float) -> Answer:
     """Steps 1 and 2."""
     victims, each = target.shape[0], len(DISTANCES)
-    factor = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}[target.budget]
+    factor = LENGTHEN[target.budget]
     x = Start(scale=scale).draw(target, 1, target.rng).repeat_interleave(each, 0)
     mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
     used = 0

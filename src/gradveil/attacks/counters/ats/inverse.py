@@ -1,7 +1,7 @@
 """The fifty functions of ATS undone, as far as they can be: the images before, and which of their pixels are known.
 
-Movements go back the same way, light is blended back, levels are mapped back. What was clipped stays at its end of the
-range; what left the picture is not known.
+Movements go back the same way, light is blended back, levels are mapped back. Clipped values stay at their end of the
+range; pixels that left the picture are unknown.
 """
 
 from __future__ import annotations
@@ -76,28 +76,6 @@ def _respread(x: Tensor, public: Tensor) -> Tensor:
 # -- levels, one image function each: (images, magnitude, sign, index) ------------------------------------------------
 
 
-def _invert(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
-    return 1 - x
-
-
-def _posterize(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
-    step = 2 ** (8 - int(magnitude)) / 255
-    return torch.where(x > 0, x + step / 2, x).clamp(0, 1)
-
-
-def _solarize(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
-    """Two levels lead to one, and the lower is taken: which pixels were brighter is lost."""
-    return torch.where(x < magnitude / 255, x, 1 - x)
-
-
-def _brightness(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
-    return _blend_back(x, torch.zeros_like(x), 1 + magnitude * sign)
-
-
-def _color(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
-    return x if x.shape[1] == 1 else _blend_back(x, _luma(x), 1 + magnitude * sign)
-
-
 def _contrast(x: Tensor, magnitude: float, sign: Tensor, index: int) -> Tensor:
     mean, before = _luma(x).mean((1, 2, 3), keepdim=True), x
     for _ in range(SETTLED):
@@ -125,11 +103,12 @@ def _blend_back(x: Tensor, dull: Tensor, factor: Tensor) -> Tensor:
 
 
 _LEVELS: dict[str, Callable[[Tensor, float, Tensor, int], Tensor]] = {
-    "invert": _invert,
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "brightness": _brightness,
-    "color": _color,
+    "invert": lambda x, *_: 1 - x,
+    "posterize": lambda x, bits, *_: torch.where(x > 0, x + 2 ** (8 - int(bits)) / 510, x).clamp(0, 1),
+    # Two levels lead to one, and the lower is taken: which pixels were brighter is lost.
+    "solarize": lambda x, threshold, *_: torch.where(x < threshold / 255, x, 1 - x),
+    "brightness": lambda x, change, sign, _: _blend_back(x, torch.zeros_like(x), 1 + change * sign),
+    "color": lambda x, change, sign, _: x if x.shape[1] == 1 else _blend_back(x, _luma(x), 1 + change * sign),
     "contrast": _contrast,
     "sharpness": _sharpness,
 }

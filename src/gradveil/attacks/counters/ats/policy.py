@@ -1,60 +1,67 @@
-"""Against ATS: a transformed image is rebuilt like any other, and the transformation is no secret but for its draws.
+"""Against ATS: a transformed image is rebuilt like any other, and the transformation is public but for its draws.
 
 * `ats-early` (Balunović et al. 2022): in the first rounds plain Inverting Gradients rebuilds what was fed.
-* `ats-policy` undoes the policy too. Which of the policies, the direction of each function, crop and flip were drawn in
-  secret, but there are only some thousand draws: each is undone (`ats_inverse.py`), what it left out is filled in as
-  images of the class make it expected, and that image is chosen which, transformed again, is what was fed and of all
-  such is most like public images of the class.
+* `ats-policy` undoes the policy too. The policy, the direction of each function, crop and flip were drawn in secret, but
+  there are only some thousand draws. Each is undone (`inverse.py`), and the missing pixels are filled in as images of the
+  class make them expected. Of the images that, transformed again, are what was fed, the one most like public images of
+  the class is chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.attacks.base import Answer, Attack, Target
-from gradveil.attacks.budget import steps_for
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.counters.ats.inverse import signed, undo
 from gradveil.attacks.generative.public_prior import ImageGaussian, gaussians
 from gradveil.attacks.matching.distances import Cosine
-from gradveil.attacks.matching.engine import match_and_choose
-from gradveil.attacks.matching.fed_images import one_image, sighting
+from gradveil.attacks.matching.engine import MatchingAttack
+from gradveil.attacks.matching.fed_images import fed_cost, one_image, sighting
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match
-from gradveil.attacks.registry import attack
 from gradveil.core.observation import Observation
-from gradveil.core.settings import settings
-from gradveil.core.types import Tensors
 from gradveil.defenses.data.ats.defense import ATS, Draw, transform
 
 BLOCK = 2048  # draws that are judged together
 
 
 @attack("ats-early", adaptive=True)
-@settings
-class AtsEarly(Attack):
-    """Inverting Gradients with a weak prior, as in the first rounds."""
+class AtsEarly(MatchingAttack):
+    """Inverting Gradients with a weak prior, as in the first rounds.
 
-    steps: int | None = Field(default=None, ge=1)  # published: 2,000
+    Args:
+        steps: iterations; published 2,000, by default so many scaled by the budget.
+    Example: gradveil audit --defense ats --attack ats-early
+    """
+
+    steps: int | None = Field(default=None, ge=1)
 
     def applies(self, observation: Observation) -> str | None:
         return None if observation.knowledge.part(ATS) else "the defense is not ats"
 
-    def run(self, target: Target) -> Answer:
-        steps = self.steps or steps_for(target, 2_000)
-        return match_and_choose(target, Match(Cosine(), (TV(1e-5),), Adam(0.1, signed=True), steps, box=True))
+    def match(self, work: Workload) -> Match:
+        return Match(Cosine(), (TV(1e-5),), Adam(0.1, signed=True), self.steps or work.steps(2_000), box=True)
 
 
 @attack("ats-policy", needs={"public"}, adaptive=True)
-@settings
 class AtsPolicy(Attack):
-    """Rebuild what was fed, undo every draw of the policy, keep the likeliest."""
+    """Rebuild what was fed, undo every draw of the policy, keep the likeliest.
 
-    error: float = Field(default=0.02, gt=0)  # of a rebuilt pixel, when it is weighed against what images are like
+    Args:
+        error: error of a rebuilt pixel, weighed against what images of the class are like.
+    Example: gradveil audit --defense ats --attack ats-policy
+    """
+
+    error: float = Field(default=0.02, gt=0)
+
+    def cost(self, work: Workload) -> Cost:
+        return fed_cost(work)
 
     def applies(self, observation: Observation) -> str | None:
         public = observation.knowledge.public
@@ -66,19 +73,19 @@ class AtsPolicy(Attack):
 
     def run(self, target: Target) -> Answer:
         answer = one_image(sighting(target, 0))
-        public, defense = target.knowledge.public, target.knowledge.part(ATS)
-        assert public is not None and defense is not None
+        public, defense = target.knowledge.public, target.knowledge.needed_part(ATS)
+        assert public is not None
         classes = gaussians(public, target.task.num_outputs)
         hard = target.hard_labels
         fed = target.denormalize(answer.x).clamp(0, 1)
-        found = torch.empty_like(fed)
+        images = torch.empty_like(fed)
         for victim, observation in enumerate(target.observations):
-            draws = given(observation.knowledge.secrets)
+            draws = granted(observation.knowledge.secrets)
             for place in range(fed.shape[1]):
                 draw = every(defense) if draws is None else _rows(draws, slice(place, place + 1))
                 kind = classes[int(hard[victim, place])]
-                found[victim, place] = self._likeliest(fed[victim, place], draw, defense, kind, public.x)
-        return Answer(target.normalize(found), answer.score, hard, answer.iterations)
+                images[victim, place] = self._likeliest(fed[victim, place], draw, defense, kind, public.x)
+        return Answer(target.normalize(images), answer.score, hard, answer.iterations)
 
     def _likeliest(self, fed: Tensor, draw: Draw, defense: ATS, kind: ImageGaussian, public: Tensor) -> Tensor:
         best, least = fed, float("inf")
@@ -112,12 +119,10 @@ def every(defense: ATS) -> Draw:
     )
 
 
-def given(secrets: Tensors | object) -> Draw | None:
-    """What was drawn, where it is granted."""
-    names = ("policy", "signs", "crop", "flip")
-    if not isinstance(secrets, dict) or any(f"ats.{n}" not in secrets for n in names):
-        return None
-    return Draw(*(secrets[f"ats.{n}"] for n in names))
+def granted(secrets: Mapping[str, Tensor]) -> Draw | None:
+    """The draws, where they are granted."""
+    names = [f"ats.{name}" for name in ("policy", "signs", "crop", "flip")]
+    return Draw(*(secrets[name] for name in names)) if all(name in secrets for name in names) else None
 
 
 def _rows(draw: Draw, rows: slice) -> Draw:

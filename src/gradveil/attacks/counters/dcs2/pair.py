@@ -1,12 +1,12 @@
-"""Two images behind one classifier gradient, told apart exactly. Our own; no paper.
+"""Two images behind one classifier gradient, separated exactly. Ours; no paper.
 
 The classifier receives h_s from the sensitive image and h_c from the concealed one, and sends
-∇W = δ_s h_sᵀ + δ_c h_cᵀ and ∇b = δ_s + δ_c: a matrix of rank two, whose columns span δ_s and δ_c. So two numbers are left
-open, where in that plane δ_s lies; whatever they are, the rest is arithmetic: δ_c = ∇b − δ_s, and h_s, h_c follow from ∇W.
-But the features must also give the signals back: δ_s = s·(softmax(W h_s + b) − y_s) and δ_c = softmax(W h_c + b) − y, with
-y = λg·y_c + (1 − λg)·y_s. Those are 20 equations on ten classes for two numbers (three where DCS² projected and so
+∇W = δ_s h_sᵀ + δ_c h_cᵀ and ∇b = δ_s + δ_c: a matrix of rank two with columns in the plane of δ_s and δ_c. Two numbers are
+left open, the place of δ_s in that plane; the rest is arithmetic: δ_c = ∇b − δ_s, and h_s, h_c follow from ∇W. But the
+features must also give the signals back: δ_s = s·(softmax(W h_s + b) − y_s) and δ_c = softmax(W h_c + b) − y, with
+y = λg·y_c + (1 − λg)·y_s. On ten classes those are 20 equations for two numbers (three where DCS² projected and so
 enlarged its part of the true gradient: s ≥ 1), solved by Levenberg–Marquardt from a grid for every pair of labels at
-once. How the concealed image was crafted, how far it leaves the pixel range, and how well it hides do not enter.
+once. How the concealed image was crafted does not enter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, vmap
 
-SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)  # of ∇b that are the sensitive image's …
-ASIDE = (1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)  # … and how far δ_s lies beside it, to either side
-LABELS = 10  # tried on either side, those whose bias is pulled most
+SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)  # of ∇b that belong to the sensitive image …
+ASIDE = (1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)  # … and the distance of δ_s from it, to either side
+LABELS = 10  # tried on either side, those with the lowest bias gradient
 LARGER = (0.0, 1.0)  # log s
 THINNED = {4: 4, 12: 4, 24: 4}  # after so many steps one in so many goes on, the best
 STEPS = 60
@@ -36,19 +36,19 @@ class Pair:
     error: float  # of the equations, as a share of ∇b
 
 
-def separate(sent: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], lambda_g: float) -> Pair:
+def separate(sent: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor], lambda_g: float) -> Pair:
     """From the gradients (∇W, ∇b) of a classifier and its weights (W, b)."""
-    (weight_sent, bias_sent), (weight, bias) = ((w.double(), b.double()) for w, b in (sent, known))
+    (weight_sent, bias_sent), (weight, bias) = ((w.double(), b.double()) for w, b in (sent, state))
     classes, size = len(bias), bias_sent.norm()
     plane = torch.linalg.svd(weight_sent, full_matrices=False)[0][:, :2]
     rows, sum_ = plane.T @ weight_sent, plane.T @ bias_sent
     logits = rows @ weight.T
-    beside = torch.stack([-sum_[1], sum_[0]])
+    across = torch.stack([-sum_[1], sum_[0]])
 
     def split(at: Tensor) -> Tensor:
-        """The coordinates of δ_s and δ_c, one a column."""
-        own = at[0] * sum_ + at[1] * beside
-        return torch.stack([own, sum_ - own], -1)
+        """The coordinates of δ_s and δ_c, one per column."""
+        sensitive = at[0] * sum_ + at[1] * across
+        return torch.stack([sensitive, sum_ - sensitive], -1)
 
     def unexplained(at: Tensor, sensitive: Tensor, concealed: Tensor) -> Tensor:
         parts = split(at)
@@ -75,7 +75,7 @@ def _inverse(m: Tensor) -> Tensor:
 
 
 def _levenberg_marquardt(residuals: Callable[..., Tensor], at: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Least squares of many small problems at once; those that fall behind are given up."""
+    """Least squares of many small problems at once; those that fall behind are dropped."""
     look: Callable[..., Tensor] = vmap(residuals)
     slopes: Callable[..., Tensor] = vmap(jacfwd(residuals))
     cost = _squares(look(at, *labels.unbind(1)))
