@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradveil.attacks import parse
-from gradveil.attacks.counters.noise_likelihood import NoiseLikelihood
+from gradveil.attacks.counters.noise_likelihood import expected_misfit
 from gradveil.attacks.matching.bayes import likelihood
 from gradveil.attacks.matching.distances import GaussianLikelihood, LaplaceLikelihood
 from gradveil.core.errors import UserError
@@ -54,7 +54,7 @@ def test_a_users_noise_gets_the_weight_of_its_declared_size(observe_victims: Cal
     for name, defense in named.items():
         seen, _ = observe_victims(data=shapes, victims=2, defense=defense)
         answers[name] = attack(seen)
-        expected[name] = [NoiseLikelihood()._expected(o) for o in seen]
+        expected[name] = [expected_misfit(o) for o in seen]
     # The draws are those of `gaussian`, so the same declaration gives the same images …
     for ours, theirs in zip(answers["Honest"], answers["gaussian"], strict=True):
         assert torch.equal(ours.images, theirs.images)

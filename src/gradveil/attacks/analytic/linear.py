@@ -27,9 +27,8 @@ class Linear(ClosedForm):
             return "the model has no fully connected layer with a bias"
         width = observation.state[f"{layers[0]}.weight"].shape[1]
         pixels = int(torch.tensor(observation.task.input_shape).prod())
-        if width != pixels:
-            return f"the first fully connected layer takes {width} features, not the {pixels} pixels"
-        return None
+        wrong = f"the first fully connected layer takes {width} features, not the {pixels} pixels"
+        return None if width == pixels else wrong
 
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
         tensors, count, layer = (

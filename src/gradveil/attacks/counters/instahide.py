@@ -43,8 +43,7 @@ class InstahideDecode(Attack):
 
     Args:
         steps: iterations of the least squares in the pixel range, which cost next to nothing.
-        rounds: rounds in which the signs are chosen again.
-        starts: starts from which each pixel is fitted.
+        rounds, starts: rounds in which the signs are chosen again, and starts from which each pixel is fitted.
         cheap: only undo the signs.
     Example: gradveil audit --defense instahide --updates 8 --attack instahide-decode:cheap=true
     """

@@ -64,8 +64,7 @@ def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHid
 class MixupDecode(Attack):
     """Rebuild the encodings, then solve for the images in them.
 
-    Args:
-        steps: iterations of the least squares in the pixel range, which cost next to nothing.
+    Args: steps: iterations of the least squares in the pixel range, which cost next to nothing.
     Example: gradveil audit --defense mixup --updates 4 --attack mixup-decode
     """
 

@@ -22,7 +22,7 @@ from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.core.observation import Observation, Sighting
-from gradveil.core.types import Update
+from gradveil.core.types import Noise, Update
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
@@ -31,8 +31,7 @@ WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size.
 
-    Args:
-        steps: iterations of signed Adam; by default 1,500 scaled by the budget.
+    Args: steps: iterations of signed Adam; by default 1,500 scaled by the budget.
     Example: gradveil audit --defense gaussian:std=0.01 --updates 4 --attack noise-likelihood
     """
 
@@ -53,16 +52,16 @@ class NoiseLikelihood(Attack):
         insight = clipped(averaged)
         solution = solve(Problem(averaged, match, insight))
         misfit = residual(averaged, solution.x, L2(), insight).unflatten(0, (-1, each))
-        expected = torch.tensor([self._expected(o) for o in target.observations])
+        expected = torch.tensor([expected_misfit(o) for o in target.observations])
         pick = _smoothest(misfit, expected)
         rows = pick + torch.arange(len(pick)) * each
         return Answer(solution.x[rows], misfit.gather(1, pick[:, None]).squeeze(1), iterations=solution.iterations)
 
-    def _expected(self, observation: Observation) -> float:
-        entries = sum(t.numel() for t in observation.update.tensors.values())
-        noise = observation.knowledge.noise
-        assert noise is not None  # `applies` has asked
-        return entries * noise.std**2 / len(_same_state(observation))
+
+def expected_misfit(observation: Observation) -> float:
+    """The squared distance that the declared noise alone leaves, after averaging."""
+    noise, updates = observation.knowledge.noise or Noise(0.0), _same_state(observation)
+    return sum(t.numel() for t in updates[0].update.tensors.values()) * noise.std**2 / len(updates)
 
 
 def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:

@@ -47,11 +47,10 @@ class PrecodeSignal(SwiftCounter):
     """
 
     def applies(self, observation: Observation) -> str | None:
-        if _no_bottleneck(observation):
-            return _no_bottleneck(observation)
-        if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
-            return "the encoder's gradients are exact for single images only"
-        return None
+        single = observation.knowledge.batch_size == 1 and observation.update.kind == "gradient"
+        return _no_bottleneck(observation) or (
+            None if single else "the encoder's gradients are exact for single images"
+        )
 
     def run(self, target: Target) -> Answer:
         for closed in (Linear(), RGAP()):
@@ -65,9 +64,7 @@ class PrecodeSignal(SwiftCounter):
 class PrecodeLatent(Attack):
     """The image whose features are those that the encoder's gradients give away.
 
-    Args:
-        steps: iterations of L-BFGS.
-        tv: weight of total variation.
+    Args: steps: iterations of L-BFGS; tv: weight of total variation.
     Example: gradveil audit --defense precode --attack precode-latent
     """
 

@@ -13,7 +13,6 @@ most of all for critical parameters. So the private image nearly explains the up
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -98,7 +97,8 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
     """Victims made of public images: what they would send, and their true images."""
     defense, first, size = target.knowledge.needed_part(Refiner), target.first, target.shape[1]
     rng = generator(target.rng.initial_seed(), "refiner-rehearsal")
-    memory = _prepared(defense, first, public, rng)
+    images = Batch(public.x[:1000], public.hard_labels[:1000])
+    memory = defense.prepare(Setup(first.task, first.state, images, rng=rng))  # the evaluator, trained on public images
     picked = torch.randperm(len(public), generator=rng)[: TRIED * size].view(TRIED, size)
     observations, truth, labels = [], [], []
     for rows in picked:
@@ -115,9 +115,3 @@ def _rehearsal(target: Target, public: Batch) -> tuple[Target, Tensor]:
         truth.append(batch.x)
         labels.append(batch.y)
     return Target(observations, torch.stack(labels), rng, target.budget), torch.stack(truth)
-
-
-def _prepared(defense: Refiner, first: Observation, public: Batch, rng: torch.Generator) -> Any:
-    """Refiner's evaluator, trained on public images."""
-    images = Batch(public.x[:1000], public.hard_labels[:1000])
-    return defense.prepare(Setup(first.task, first.state, images, rng=rng))

@@ -97,8 +97,7 @@ def generator_for(public: Batch, classes: int, cache: Path | None = None, progre
     """Trained on these images; of this process or of the cache where the same was trained before."""
     public = Batch(public.x[:MOST], public.hard_labels[:MOST])
     network, _ = _networks(public, classes)
-    images = {"x": public.x, **({"y": public.y} if classes else {})}
-    name = digest(repr((TERMS, classes)), images)[:24]
+    name = digest(repr((TERMS, classes)), {"x": public.x, **({"y": public.y} if classes else {})})[:24]
     file = cache / f"gan-{name}.safetensors" if cache else None
     if name not in _KEPT or (file and not file.exists()):
         _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, classes, progress, partial))

@@ -43,10 +43,8 @@ class GGL(Attack):
         conditional: a generator that knows classes; by default where public images have all of them.
         regularizer: KL divergence of the latent numbers from N(0, 1), or their norm.
         weight: weight of the regulariser; the paper's code has 1e-4 for the cosine and 0.1 for L2.
-        steps: iterations of Adam, or twice the generations of CMA-ES; scaled by the budget.
-        lr: learning rate of Adam, as in the paper's code.
-        draws: random latents from which the search begins.
-        restarts: the best of the draws, which go on.
+        steps, lr: iterations of Adam (twice the generations of CMA-ES), scaled by the budget, and its learning rate.
+        draws, restarts: random latents from which the search begins, and how many of the best go on.
     Example: gradveil audit --attack ggl:optimizer=cma
     """
 

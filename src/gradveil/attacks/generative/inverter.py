@@ -38,8 +38,7 @@ VALIDATED = 1_000  # rows on which kernel and ridge are chosen
 class Inverter(Attack):
     """Kernel ridge regression from defended updates of public images to the images.
 
-    Args:
-        shared: weight of updates of other classes; those of the same class have 1 more.
+    Args: shared: weight of updates of other classes; those of the same class have 1 more.
     Example: gradveil audit --defense gaussian:std=0.1 --attack inverter
     """
 

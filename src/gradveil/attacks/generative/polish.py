@@ -44,10 +44,8 @@ def _through(network: nn.Module, decoded: Tensor, means: Tensor) -> Tensor:
 def _network_for(decoded: Tensor, means: Tensor, truth: Tensor, cache: Path | None) -> nn.Module:
     """Trained on these pictures; taken from the cache where the same was trained before."""
     network = _network(truth.shape[1])
-    file = None
-    if cache:
-        name = digest(repr(TERMS), {"decoded": decoded, "means": means, "truth": truth})[:24]
-        file = cache / f"polish-{name}.safetensors"
+    name = digest(repr(TERMS), {"decoded": decoded, "means": means, "truth": truth})[:24] if cache else ""
+    file = cache / f"polish-{name}.safetensors" if cache else None
     network.load_state_dict(trained_once(file, lambda partial: _train(network, decoded, means, truth, partial)))
     return network.eval().requires_grad_(False)
 

@@ -79,14 +79,12 @@ class Expectation(Attack):
 
 
 def _affordable(target: Target, client: Client) -> None:
-    images = torch.rand(target.shape[1:], generator=generator("expectation"))
-    batch = Batch(images, target.hard_labels[0])
+    batch = Batch(torch.rand(target.shape[1:], generator=generator("expectation")), target.hard_labels[0])
     plain = copy_of_client(target, target.knowledge.public, NoDefense())
     ratio = cost_of_round(client, target.state, batch) / cost_of_round(plain, target.state, batch)
     if ratio > MOST_ROUNDS:
-        raise UserError(
-            f"attack 'expectation' does not apply: one round of the defense costs as much as {ratio:.0f} without it."
-        )
+        reason = f"one round of the defense costs as much as {ratio:.0f} without it"
+        raise UserError(f"attack 'expectation' does not apply: {reason}.")
 
 
 class _Defended(Problem):

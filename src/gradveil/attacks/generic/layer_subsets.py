@@ -36,8 +36,7 @@ class LayerSubsets(Attack):
 
     Args:
         most: largest number of subsets; with more layers only the last ones are left out one by one.
-        kept: subsets that go on after a first look.
-        look: iterations of the first look.
+        kept, look: subsets that go on after a first look, and its iterations.
     Example: gradveil audit --defense mypackage.defenses:Mine --attack layer-subsets:most=12
     """
 

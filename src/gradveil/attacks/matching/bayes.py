@@ -33,8 +33,7 @@ class BayesOptimal(MatchingAttack):
 
     Args:
         steps: iterations; by default 2,000 scaled by the budget.
-        tv: weight of the squared total variation.
-        lr: learning rate of Adam.
+        tv, lr: weight of the squared total variation, and learning rate of Adam.
         least: standard deviation assumed where no noise was added.
         restarts: starts per victim.
     Example: gradveil audit --defense gaussian:std=0.01 --attack bayes

@@ -42,9 +42,7 @@ class DeepLeakage(MatchingAttack):
 class ImprovedDeepLeakage(MatchingAttack):
     """The label first, then the image by L2 and L-BFGS.
 
-    Args:
-        steps: iterations of L-BFGS, as published.
-        restarts: starts per victim.
+    Args: steps, restarts as for `dlg`.
     Example: gradveil audit --attack idlg
     """
 
@@ -59,10 +57,7 @@ class ImprovedDeepLeakage(MatchingAttack):
 class ClientPrivacyLeakage(MatchingAttack):
     """iDLG from a tiled patch, with a label term.
 
-    Args:
-        steps: iterations of L-BFGS, as published.
-        label_weight: α of the label term; the default is PRECODE's reading.
-        restarts: starts per victim.
+    Args: label_weight: α of the label term, by default PRECODE's reading; steps, restarts as for `dlg`.
     Example: gradveil audit --attack cpl:label_weight=0
     """
 

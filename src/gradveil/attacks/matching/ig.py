@@ -51,10 +51,8 @@ class InvertingGradients(MatchingAttack):
     Args:
         paper: whose settings fill in for those that are not set.
         steps: iterations; for `gradveil` 4,000 scaled by the budget and by the size of the net.
-        tv: weight of total variation.
-        lr: learning rate of Adam.
-        signed: step by the sign of the gradient.
-        boxed: keep pixels in [0, 1].
+        tv, lr: weight of total variation, and learning rate of Adam.
+        signed, boxed: step by the sign of the gradient, and keep pixels in [0, 1].
         restarts: starts per victim.
     Example: gradveil audit --attack ig:paper=geiping,steps=2000
     """

@@ -51,10 +51,8 @@ class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual.
 
     Args:
-        restarts: further starts for victims that did not converge.
-        cycles: further descents for victims that are close.
-        converged: residual (share of the update's size) below which a victim needs no new start.
-        exact: residual below which a victim is done.
+        restarts, cycles: further starts for victims that did not converge, further descents for victims that are close.
+        converged, exact: residual (share of the update's size) below which a victim needs no new start, and is done.
         closed: begin with the closed form where there is one.
         adam_steps: iterations of signed Adam for victims that never converge, scaled by the budget.
     Example: gradveil audit --attack swift:restarts=4

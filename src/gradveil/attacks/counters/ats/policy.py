@@ -35,8 +35,7 @@ BLOCK = 2048  # draws that are judged together
 class AtsEarly(MatchingAttack):
     """Inverting Gradients with a weak prior, as in the first rounds.
 
-    Args:
-        steps: iterations; published 2,000, by default so many scaled by the budget.
+    Args: steps: iterations; published 2,000, by default so many scaled by the budget.
     Example: gradveil audit --defense ats --attack ats-early
     """
 
@@ -53,8 +52,7 @@ class AtsEarly(MatchingAttack):
 class AtsPolicy(Attack):
     """Rebuild what was fed, undo every draw of the policy, keep the likeliest.
 
-    Args:
-        error: error of a rebuilt pixel, weighed against what images of the class are like.
+    Args: error: error of a rebuilt pixel, weighed against what images of the class are like.
     Example: gradveil audit --defense ats --attack ats-policy
     """
 

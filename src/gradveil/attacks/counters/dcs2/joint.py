@@ -50,8 +50,7 @@ LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BF
 class DCS2Joint(Attack):
     """Sensitive and concealed image told apart, or matched together.
 
-    Args:
-        guesses: pairs of labels that are tried where the images are matched together.
+    Args: guesses: pairs of labels that are tried where the images are matched together.
     Example: gradveil audit --defense dcs2 --attack dcs2-joint
     """
 
@@ -182,8 +181,7 @@ def _scale(factor: float) -> Callable[[Tensors], Tensors]:
 class DCS2AverageStart(MatchingAttack):
     """Inverting Gradients from the mean public image of the class.
 
-    Args:
-        steps: iterations; by default 4,000 scaled by the budget.
+    Args: steps: iterations; by default 4,000 scaled by the budget.
     Example: gradveil audit --defense dcs2 --attack dcs2-average-start
     """
 
