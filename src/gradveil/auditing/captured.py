@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -98,14 +99,13 @@ class Rebuilt:
     @property
     def best(self) -> str:
         """The attack whose images fit the update best, by one common measure of the adversary."""
-        return min(self.by_attack, key=lambda name: self.fit[name])
+        return min(self.by_attack, key=self.fit.__getitem__)
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: the best fit first."""
-        order = sorted(self.by_attack, key=lambda name: self.fit[name])
         return "".join(
             figure(self.by_attack[name].images, f"{name}: differs by {100 * self.fit[name] ** 0.5:.2g}% of the update")
-            for name in order
+            for name in sorted(self.by_attack, key=self.fit.__getitem__)
         )
 
     def save(self, folder: str | Path) -> Path:
@@ -117,7 +117,7 @@ class Rebuilt:
             stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in spec)
             files = [f"{stem}.safetensors", f"{stem}.png"]
             write_tensors(folder / files[0], {"images": answer.images})
-            write_atomic(folder / files[1], _drawer(answer.images))
+            write_atomic(folder / files[1], partial(strip(answer.images).save, format="PNG"))
             rows.append(
                 {
                     "spec": spec,
@@ -131,10 +131,6 @@ class Rebuilt:
             )
         write_json(folder / "attack.json", {"best": self.best, "not_applicable": self.not_applicable, "attacks": rows})
         return folder
-
-
-def _drawer(images: Tensor) -> Callable[[Path], None]:
-    return lambda path: strip(images).save(path, format="PNG")
 
 
 def attack_update(
@@ -163,9 +159,9 @@ def attack_update(
 
 def _spec(facts: dict[str, Any], known: dict[str, Any]) -> CapturedSpec:
     """What the caller says goes before what the file's metadata says."""
-    told = {name: facts[name] for name in FACTS if name in facts}
+    told = {n: v for n, v in facts.items() if n in FACTS}
     try:
-        return CapturedSpec.model_validate({**told, **{n: v for n, v in known.items() if v is not None}})
+        return CapturedSpec.model_validate(told | {n: v for n, v in known.items() if v is not None})
     except ValidationError as error:
         raise UserError(first_error(error)) from None
 
@@ -179,21 +175,17 @@ def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str)
     function = ModelFunction(_module(model, spec.input_shape, spec.num_classes), find_loss(spec.loss))
     state, sent = _start(spec, function, sent)
     tensors = fit_to_model(name, sent.tensors, function.parameters(state))
-    update, training = _as_gradient(Update(tensors, sent.kind, spec.batch_size or _images(sent)), spec)
+    images = spec.batch_size or sent.examples
+    if images > 4096:
+        raise UserError(f"the update says that {images} images are behind it; attacks take at most 4096.")
+    update, training = _as_gradient(Update(tensors, sent.kind, images), spec)
     outputs = _outputs(function, state, spec.input_shape)
     if spec.num_classes not in (None, outputs):
         raise UserError(f"the model has {outputs} outputs, not {spec.num_classes}.")
     mean, std = (_per_channel(v, spec.input_shape[0], d) for v, d in ((spec.mean, 0.0), (spec.std, 1.0)))
-    classes = takes_classes(function.loss_fn, outputs)
-    task = Task(function, spec.input_shape, outputs, mean, std, classes)
+    task = Task(function, spec.input_shape, outputs, mean, std, takes_classes(function.loss_fn, outputs))
     seen = observe(task, [Sighting(state, update)], level=spec.knowledge, training=training)
     return seen if spec.labels is None else _with_labels(seen, spec.labels)
-
-
-def _images(sent: Update) -> int:
-    if sent.examples > 4096:
-        raise UserError(f"the update says that {sent.examples} images are behind it; attacks take at most 4096.")
-    return sent.examples
 
 
 def _start(spec: CapturedSpec, function: ModelFunction, sent: Update | None) -> tuple[Tensors, Update]:
@@ -218,9 +210,7 @@ def _as_gradient(update: Update, spec: CapturedSpec) -> tuple[Update, LocalTrain
     if update.kind == "gradient":
         return update, LocalTraining()
     if spec.lr is None:
-        raise UserError(
-            "a weight delta needs the client's learning rate: give --lr (and --local-steps if more than one)."
-        )
+        raise UserError("a weight delta needs the learning rate: give --lr (and --local-steps if more than one).")
     if spec.local_steps not in (None, 1):
         return update, LocalTraining(epochs=spec.local_steps, lr=spec.lr)
     gradient = {n: -t / spec.lr for n, t in update.tensors.items()}
@@ -270,10 +260,9 @@ def _with_labels(observation: Observation, labels: tuple[int, ...]) -> Observati
 def _run(observation: Observation, methods: Sequence[Attack], spec: CapturedSpec, progress: Progress | None) -> Rebuilt:
     rebuilt = Rebuilt()
     for method in methods:
-        tick = (lambda done, total, name=method.spec: progress(name, done, total)) if progress else None
+        tick = partial(progress, method.spec) if progress else None
         try:
-            reason = method.why_not(observation)
-            if reason:
+            if reason := method.why_not(observation):
                 rebuilt.not_applicable[method.spec] = reason
                 continue
             answer = method([observation], seed=spec.seed, budget=spec.budget, progress=tick)[0]
@@ -298,6 +287,3 @@ def _fit(observation: Observation, answer: Reconstruction) -> float:
         ours = model.updates(observation.state, x[None], answer.labels[None], observation.knowledge.training, noise)
         theirs = [observation.update.tensors[n][None] for n in model.trainable]
         return float(RelativeL2()([ours[n] for n in model.trainable], theirs))
-
-
-__all__ = ["CapturedSpec", "Rebuilt", "attack_update"]

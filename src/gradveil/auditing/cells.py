@@ -27,7 +27,7 @@ from gradveil.core.errors import UserError, one_line
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import seeded
-from gradveil.core.results import GradientChange, ImageScores, finite
+from gradveil.core.results import Against, GradientChange, ImageScores, finite
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
@@ -56,16 +56,19 @@ class Work:
     def attack(self) -> Attack | None:
         return self.case.attack(self.cell.attack) if self.cell.attack else None
 
+    @property
+    def batches(self) -> list[Batch]:
+        """The private images of every victim."""
+        return [self.case.batch(v) for v in range(self.case.spec.victims)]
+
     def stage(self, _: str, done: int, total: int) -> None:
         """Progress of a defense or a training, without the name of its step."""
         self.progress(done, total)
 
     def needed(self, kind: str) -> Tensors | None:
         """The tensors of the needed cell of this kind."""
-        for key in self.cell.needs:
-            if self.folder.outcome(key).kind == kind:
-                return self.folder.tensors(key)
-        return None
+        key = next((key for key in self.cell.needs if self.folder.outcome(key).kind == kind), None)
+        return None if key is None else self.folder.tensors(key)
 
 
 def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> StoredCell:
@@ -187,10 +190,10 @@ def _attack(work: Work) -> Result:
     for observation in observations:
         attack._check(observation)
     answers = _run_attack(work, attack, observations)
-    originals = [case.batch(v) for v in range(case.spec.victims)]
+    originals = work.batches
     # An answer that is not finite counts as failed and is scored as mid-grey.
     images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in answers]
-    scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], images, pool=case.pool)
+    scores = _scored(originals, images, case.pool)
     rows = [summarize(scores, label_accuracy=_label_accuracy(originals, answers))]
     shown = [torch.nan_to_num(i[s.order], nan=0.5) for i, s in zip(images, scores, strict=True)]
     tensors = {"original": torch.stack([b.x for b in originals]), "reconstruction": torch.stack(shown)}
@@ -198,9 +201,7 @@ def _attack(work: Work) -> Result:
     if all(f.x.shape == b.x.shape for f, b in zip(fed, originals, strict=True)):
         tensors["fed"] = torch.stack([f.x for f in fed])
         if not torch.equal(tensors["fed"], tensors["original"]):
-            fed_scores = score_all(
-                [f.x for f in fed], [f.hard_labels for f in fed], images, pool=case.strangers, against="fed"
-            )
+            fed_scores = _scored(fed, images, case.strangers, "fed")
             rows.append(summarize(fed_scores, label_accuracy=_label_accuracy(fed, answers)))
     failures = [r.failed for r in answers if r.failed]
     outcome = Outcome(
@@ -214,6 +215,10 @@ def _attack(work: Work) -> Result:
         granted=tuple(observations[0].knowledge.granted()),
     )
     return outcome, None if case.spec.pictures == "none" else tensors
+
+
+def _scored(truth: Sequence[Batch], images: list[Tensor], pool: Batch, against: Against = "original") -> list[Scores]:
+    return score_all([b.x for b in truth], [b.hard_labels for b in truth], images, pool=pool, against=against)
 
 
 def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
@@ -243,21 +248,19 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
     for path, tensor in stored.items():
         victim, draw, part, name = path.split("/", 3)
         parts.setdefault((int(victim), int(draw)), {}).setdefault(part, {})[name] = tensor
+    training = case.training
     observations, traces = [], []
-    for v in range(case.spec.victims):
+    for v, batch in enumerate(work.batches):
         draws = [parts[v, u] for u in range(case.spec.updates)]
         # Secrets of later updates get the number of the update behind their name.
         secrets = {n + (f"@{u}" if u else ""): t for u, d in enumerate(draws) for n, t in d.get("secret", {}).items()}
-        trace = Trace(case.batch(v), Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
-        sent = [
-            Update({n: d["update"][n] for n in task.model.trainable}, case.training.kind, case.spec.batch_size)
-            for d in draws
-        ]
+        trace = Trace(batch, Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
+        sent = [Update({n: d["update"][n] for n in task.model.trainable}, training.kind, len(batch)) for d in draws]
         observation = observe(
             task,
             [Sighting(state, update) for update in sent],
             level=case.spec.knowledge,
-            training=case.training,
+            training=training,
             defense=work.defense,
             public=case.public,
             trace=trace,
@@ -271,22 +274,17 @@ def _label_accuracy(truth: Sequence[Batch], answers: Sequence[Reconstruction]) -
     """The share of correct labels. An update does not tell their order, so only their counts are compared."""
     if any(r.labels is None or r.labels.ndim == 2 for r in answers):  # rows of targets are not counted
         return None
-    right = sum(_common(b.hard_labels, r.labels) for b, r in zip(truth, answers, strict=True) if r.labels is not None)
+    pairs = [(b.hard_labels, r.labels) for b, r in zip(truth, answers, strict=True) if r.labels is not None]
+    right = sum((Counter(labels.tolist()) & Counter(guess.tolist())).total() for labels, guess in pairs)
     return right / sum(len(b) for b in truth)
-
-
-def _common(truth: Tensor, guess: Tensor) -> int:
-    return (Counter(truth.tolist()) & Counter(guess.tolist())).total()
 
 
 def _by_image(
     originals: Sequence[Batch], scores: Sequence[Scores], answers: Sequence[Reconstruction]
 ) -> Iterator[ImageScores]:
     for v, (batch, score, answer) in enumerate(zip(originals, scores, answers, strict=True)):
+        guesses = answer.labels if answer.labels is not None and answer.labels.ndim == 1 else None
         for i in range(len(batch)):
-            guess = None
-            if answer.labels is not None and answer.labels.ndim == 1:
-                guess = int(answer.labels[score.order[i]])
             yield ImageScores(
                 victim=v,
                 image=i,
@@ -299,7 +297,7 @@ def _by_image(
                 rank=None if score.rank is None else int(score.rank[i]),
                 failed=bool(score.failed[i]),
                 label=int(batch.y[i]) if batch.y.ndim == 1 else None,
-                label_guess=guess,
+                label_guess=None if guesses is None else int(guesses[score.order[i]]),
             )
 
 
@@ -312,18 +310,15 @@ def _number(values: Tensor | None, place: int) -> float | None:
 
 def _baseline(work: Work) -> Result:
     """The mean public image of the class, which an adversary that has read the label can always show."""
-    case = work.case
-    originals = [case.batch(v) for v in range(case.spec.victims)]
-    guesses = []
-    for batch in originals:
+    case, guesses = work.case, []
+    for batch in work.batches:
         if case.public is None:
             guesses.append(torch.full_like(batch.x, 0.5))
         elif case.data.public_from is not None:  # other classes
             guesses.append(baseline(case.public, None, len(batch)))
         else:
             guesses.append(baseline(case.public, batch.y))
-    scores = score_all([b.x for b in originals], [b.hard_labels for b in originals], guesses, pool=case.pool)
-    return Outcome(rows=(summarize(scores),)), None
+    return Outcome(rows=(summarize(_scored(work.batches, guesses, case.pool)),)), None
 
 
 # -- train and utility: federated training under the defense -----------------------------------------------------------
@@ -333,11 +328,9 @@ def _train(work: Work) -> Result:
     """The state in which the model is attacked, trained under the same defense."""
     case, spec = work.case, work.case.spec
     if spec.trained_epochs:
-        plan = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed)
-        loss, cache = case.loss, work.folder.cache
-        return Outcome(), train_central(
-            case.server, case.data, work.defense, plan, loss=loss, cache=cache, progress=work.stage
-        )
+        plan, cache = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed), work.folder.cache
+        training = partial(train_central, loss=case.loss, cache=cache, progress=work.stage)
+        return Outcome(), training(case.server, case.data, work.defense, plan)
     history = _federated(work, case.server, UtilityTraining(rounds=spec.trained_rounds))
     return Outcome(history=_curves(history)), history.state
 
@@ -353,8 +346,7 @@ def _utility(work: Work) -> Result:
 
 def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> History:
     case = work.case
-    plan = training.plan(len(case.data.private), case.spec.seed)
-    cache = work.folder.cache
+    plan, cache = training.plan(len(case.data.private), case.spec.seed), work.folder.cache
     return train(module, case.data, work.defense, plan, loss=case.spec.loss, cache=cache, progress=work.stage)
 
 

@@ -75,7 +75,9 @@ class Condition:
                 return set().union(*(self._check(part) for part in parts))
             case ast.UnaryOp(op=ast.Not(), operand=part):
                 return self._check(part)
-            case ast.Compare(left=left, comparators=others):
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                if not all(type(op) in _COMPARE for op in ops):
+                    raise self._wrong(f"{ast.unparse(node)} cannot be compared like this")
                 try:
                     self._true(node, None)
                 except TypeError:
@@ -94,14 +96,8 @@ class Condition:
                 return not self._true(part, defense)
             case ast.Compare(left=left, ops=ops, comparators=others):
                 values = [self._value(part, defense) for part in (left, *others)]
-                pairs = zip(ops, values, values[1:], strict=False)
-                return all(
-                    _COMPARE[type(op)](a, b) if type(op) in _COMPARE else self._refuse(node) for op, a, b in pairs
-                )
+                return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
         raise self._wrong(f"{ast.unparse(node)} is no condition")
-
-    def _refuse(self, node: ast.expr) -> bool:
-        raise self._wrong(f"{ast.unparse(node)} cannot be compared like this")
 
     def _value(self, node: ast.expr, defense: DefenseRow | None) -> Operand:
         match node:

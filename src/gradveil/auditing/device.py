@@ -7,7 +7,7 @@ is made on the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Knowledge, Observation, Reconstruction, Sighting
-from gradveil.core.types import Batch, Tensors, Update
+from gradveil.core.types import Batch, Tensors
 
 
 class OnDevice(TorchFunctionMode):
@@ -40,16 +41,15 @@ class OnDevice(TorchFunctionMode):
 
 def moved(observations: Sequence[Observation], device: torch.device) -> list[Observation]:
     """The observations with all their tensors on the device; those that share a model or a state still do."""
-    models: dict[int, Any] = {}
+    models: dict[int, ModelFunction] = {}
     states: dict[int, Tensors] = {}
 
-    def there(tensors: Any) -> Tensors:
+    def there(tensors: Mapping[str, Tensor]) -> Tensors:
         return {name: t.to(device) for name, t in tensors.items()}
 
     def sighting(seen: Sighting) -> Sighting:
         state = states.setdefault(id(seen.state), there(seen.state))
-        sent = seen.update
-        return Sighting(state, Update(there(sent.tensors), sent.kind, sent.examples), seen.group)
+        return Sighting(state, replace(seen.update, tensors=there(seen.update.tensors)), seen.group)
 
     def knowledge_there(k: Knowledge) -> Knowledge:
         public = None if k.public is None else Batch(k.public.x.to(device), k.public.y.to(device))
@@ -67,7 +67,5 @@ def moved(observations: Sequence[Observation], device: torch.device) -> list[Obs
 
 
 def returned(answers: Sequence[Reconstruction]) -> list[Reconstruction]:
-    def here(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.cpu()
-
-    return [replace(r, images=r.images.cpu(), labels=here(r.labels)) for r in answers]
+    """The answers with their tensors on the CPU."""
+    return [replace(r, images=r.images.cpu(), labels=None if r.labels is None else r.labels.cpu()) for r in answers]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from gradveil import models
 from gradveil.attacks.budget import Workload
@@ -14,7 +15,6 @@ from gradveil.auditing.cells import one_thread
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import Tensors
 
 _OVERHEAD = 1.0  # seconds of any cell: reading, scoring, writing
 
@@ -28,17 +28,16 @@ class Estimate:
         shape = (case.spec.victims, case.spec.batch_size, *case.data.input_shape)
         x, y = torch.zeros(shape), torch.zeros(shape[:2], dtype=torch.long)
         with one_thread():
-            self._iteration = _seconds(lambda: _match(self._task.model, self._state, x, y, case))
+            self._iteration = _seconds(lambda: self._match(x.clone().requires_grad_(), y))
 
     def seconds(self, cell: Cell) -> float:
+        spec = self.case.spec
         if cell.kind == "attack":
             return _OVERHEAD + self._evaluations(cell) * self._iteration
-        if cell.kind == "utility" and self.case.spec.utility:
-            how = self.case.spec.utility
+        if cell.kind == "utility" and (how := spec.utility):
             return _OVERHEAD + how.rounds * how.clients * how.images * self._an_image(how.model)
         if cell.kind == "train":
-            rounds, epochs = self.case.spec.trained_rounds, self.case.spec.trained_epochs
-            images = 2000 * rounds + len(self.case.data.private) * epochs
+            images = 2000 * spec.trained_rounds + len(self.case.data.private) * spec.trained_epochs
             return _OVERHEAD + images * self._an_image(None)
         return _OVERHEAD
 
@@ -54,18 +53,17 @@ class Estimate:
         """Of training: a forward and a backward pass in a mini-batch."""
         data, function = self.case.data, self._task.model
         if model is not None:
-            shape, classes = data.input_shape, data.num_classes
-            function = ModelFunction(models.build(model, input_shape=shape, num_classes=classes))
+            module = models.build(model, input_shape=data.input_shape, num_classes=data.num_classes)
+            function = ModelFunction(module)
         x, y = torch.zeros(64, *data.input_shape), torch.zeros(64, dtype=torch.long)
         state = function.state()
         with one_thread():
             return _seconds(lambda: function.gradient(state, x, y)) / 64
 
-
-def _match(function: ModelFunction, state: Tensors, x: torch.Tensor, y: torch.Tensor, case: Case) -> None:
-    x = x.clone().requires_grad_()
-    found = function.updates(state, x, y, case.training)
-    torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)  # type: ignore[arg-type]
+    def _match(self, x: Tensor, y: Tensor) -> None:
+        """One iteration of an attack that matches gradients."""
+        updates = self._task.model.updates(self._state, x, y, self.case.training)
+        torch.autograd.grad(sum((g**2).sum() for g in updates.values()), x)  # type: ignore[arg-type]
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -49,12 +49,8 @@ class Bars(Display):
     """A bar for the audit and one for every cell at work."""
 
     def __init__(self, console: Console):
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=console, transient=True)
         self._whole: TaskID | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -76,8 +72,7 @@ class Bars(Display):
         self._advance()
 
     def end(self, cell: CellName, stored: StoredCell) -> None:
-        self._bars.remove_task(self._tasks.pop(cell.key))
-        self._parts.pop(cell.key, None)
+        self.end_early(cell)
         self._finished += 1
         self._advance()
         self._show_best(cell, stored)

@@ -30,9 +30,8 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C in the middle of a run: what is done is kept."""
 
     def __init__(self, folder: Path, done: int, total: int):
-        super().__init__(
-            f"stopped; {done} of {total} cells are done and kept in {folder}. The same command goes on from there."
-        )
+        kept = f"{done} of {total} cells are done and kept in {folder}"
+        super().__init__(f"stopped; {kept}. The same command goes on from there.")
 
 
 def run_audit(case: Case, execution: Execution | None = None, display: Display | None = None) -> FinishedRun:
@@ -40,19 +39,18 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
     begun, execution = time.perf_counter(), execution or Execution()
     memory, ray = execution.memory_bytes, execution.ray
     if ray is not None and not case.spec.in_words:
-        raise UserError(
-            "--ray needs data, model and methods by name or as pkg.mod:factory: objects stay on this machine."
-        )
+        needs = "data, model and methods by name or as pkg.mod:factory"
+        raise UserError(f"--ray needs {needs}: objects stay on this machine.")
     plan, shown = make_plan(case), display or Display()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         left = [cell for cell in plan if folder.read(cell.key) is None]
         shown.start(len(plan), len(plan) - len(left))
         workers = cores() if execution.workers is None else execution.workers
-        here = workers == 0 or not case.spec.in_words
-        share = memory if ray is not None else share_of_memory(memory, 1 if here else workers)
+        workers = workers if case.spec.in_words else 0
+        share = memory if ray is not None else share_of_memory(memory, workers)
         limits = Limits(share, find_device(execution.device))
         try:
-            run_cells(left, case, folder, shown, limits, workers=0 if here else workers, ray=ray)
+            run_cells(left, case, folder, shown, limits, workers=workers, ray=ray)
         except KeyboardInterrupt:
             done = sum(folder.read(cell.key) is not None for cell in plan)
             raise Stopped(folder.path, done, len(plan)) from None

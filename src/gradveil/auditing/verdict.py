@@ -46,19 +46,16 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         weaker = {"verdict": UNREFUTED}
         defenses = [d.model_copy(update=weaker) if d.verdict == NO_LEAK else d for d in defenses]
     baseline = cells[plan.of("baseline")[0].key]
-    facts = {
-        **case.terms,
-        "input_shape": case.data.input_shape,
-        "num_classes": case.data.num_classes,
-        "class_names": tuple(case.data.class_names),
-    }
+    data = case.data
+    facts = {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
+    granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     return Summary(
         gradveil=__version__,
         suite=suite_name(case),
         command=case.spec.command(),
         scope=scope(case),
-        case=CaseFacts.model_validate(facts),
-        granted=_granted(cells.values()),
+        case=CaseFacts.model_validate({**case.terms, **facts}),
+        granted=("the model and every update that is sent", *granted),
         not_tested=_not_tested(case),
         warnings=_warnings(case, control),
         defenses=tuple(defenses),
@@ -207,11 +204,6 @@ def _ratio(value: float | None, of: float | None) -> float | None:
 # -- what to know about it -------------------------------------------------------------------------------------------
 
 
-def _granted(cells: Iterable[StoredCell]) -> tuple[str, ...]:
-    first = ["the model and every update that is sent"]
-    return tuple(dict.fromkeys(first + [item for cell in cells for item in cell.granted]))
-
-
 def _not_tested(case: Case) -> tuple[str, ...]:
     spec = case.spec
     items = ["other data, models, batch sizes and local training than those of the scope"]
@@ -234,9 +226,8 @@ def _warnings(case: Case, control: DefenseRow) -> tuple[str, ...]:
             "Without a defense no attack succeeded, so this audit is too weak to say anything about a defense."
         )
     elif weak:
-        items.append(
-            f"Without a defense {', '.join(weak)} did not succeed either, so its failing under a defense says nothing."
-        )
+        names = ", ".join(weak)
+        items.append(f"Without a defense {names} did not succeed either, so its failing under a defense says nothing.")
     if case.spec.knowledge != "realistic":
         items.append(
             f"The adversary is granted more than a real server has (level {case.spec.knowledge}), "
@@ -262,10 +253,8 @@ def _defense_warnings(
     failed = [cell.attack for cell in attacked if cell.status == "failed"]
     if failed and observed.status == "ok":
         items.append(f"failed: {', '.join(failed)}; that is no sign of protection")
-    partly = [cell.attack for cell in attacked if cell.status == "ok" and cell.error]
-    if partly:
+    if partly := [cell.attack for cell in attacked if cell.status == "ok" and cell.error]:
         items.append(f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt")
-    unknown = [c for c in defense.counters if c not in attack_methods.registry]
-    if unknown:
+    if unknown := [c for c in defense.counters if c not in attack_methods.registry]:
         items.append(f"{', '.join(unknown)}, said to break it, is no attack of this version")
     return tuple(items)

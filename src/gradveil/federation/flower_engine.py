@@ -76,9 +76,8 @@ def simulate(
         from flwr.serverapp import ServerApp
         from flwr.simulation import run_simulation
     except ImportError:
-        raise UserError(
-            "the flower engine needs Flower: pip install 'gradveil[flower]', or use engine inline."
-        ) from None
+        remedy = "pip install 'gradveil[flower]', or use engine inline"
+        raise UserError(f"the flower engine needs Flower: {remedy}.") from None
     if ray.is_initialized():
         raise UserError("Ray already runs in this process and Flower's simulation would end it: ray.shutdown() first.")
     began, plan = time.perf_counter(), federation.plan
@@ -123,8 +122,8 @@ def _start_ray(actors: int) -> None:
             _node_ip_address="127.0.0.1",
         )
     except Exception as error:  # Ray has no exception class for it
-        text = f"Ray did not start on this machine ({one_line(error)})"
-        raise UserError(f"{text} Try again, or use engine inline.") from None
+        reason = one_line(error)
+        raise UserError(f"Ray did not start on this machine ({reason}). Try again, or use engine inline.") from None
 
 
 @contextmanager
@@ -191,28 +190,27 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
 
     app = ClientApp()
 
-    def reply_of(message: Message, context: Context) -> RecordDict:
-        participant = _participant(reference, context)
-        (started / message.metadata.message_id).touch()
-        try:
-            with _at_most(deadline):
-                reply = participant.reply(_tensors(message, "state"), _facts(message).round)
-        except _OutOfTime as error:
-            return _content(_Facts(failed=str(error)))
-        except UserError as error:
-            return _content(_Facts(refused=str(error)))
-        except Exception as error:
-            return _content(_Facts(failed=raised(error)))
-        facts = _Facts(kind=reply.update.kind, examples=reply.update.examples, cosine=reply.cosine)
-        return _content(facts, update=reply.update.tensors, buffers=reply.buffers)
-
     @app.query()
     def identify(message: Message, context: Context) -> Message:
         return Message(_content(_Facts(client=_participant(reference, context).number)), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return Message(reply_of(message, context), reply_to=message)
+        participant = _participant(reference, context)
+        (started / message.metadata.message_id).touch()
+        tensors: dict[str, Tensors] = {}
+        try:
+            with _at_most(deadline):
+                reply = participant.reply(_tensors(message, "state"), _facts(message).round)
+            facts = _Facts(kind=reply.update.kind, examples=reply.update.examples, cosine=reply.cosine)
+            tensors = {"update": reply.update.tensors, "buffers": reply.buffers}
+        except _OutOfTime as error:
+            facts = _Facts(failed=str(error))
+        except UserError as error:
+            facts = _Facts(refused=str(error))
+        except Exception as error:
+            facts = _Facts(failed=raised(error))
+        return Message(_content(facts, **tensors), reply_to=message)
 
     return app
 

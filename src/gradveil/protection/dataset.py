@@ -14,7 +14,6 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -114,10 +113,11 @@ def protect_files(
             raise
         if not target.exists():
             if originals.files is None or soft:
-                constants = {"mean": mean, "std": std} if soft else {}
-                _write_npz(target, work.path, originals, protected, constants)
+                copy = _write_npz(work.path, originals, protected, {"mean": mean, "std": std} if soft else {})
             else:
-                _write_folder(target, work.path, originals, protected)
+                copy = _write_folder(work.path, originals.files, protected)
+            os.replace(copy, target)
+            sync_folder(target.parent)
         work.remove()
     return Copy(target, originals.batch, protected)
 
@@ -263,31 +263,25 @@ class ProtectionJob:
     def apply(self, part: Defense, place: int, data: Batch) -> Batch:
         """One defense on all images, batch by batch; finished batches are read."""
         files = [self.work / f"{place}-{i:06d}.safetensors" for i in range(-(-len(data) // BATCH))]
-        memory = None if all(file.exists() for file in files) else part.prepare(self._setup(place, data))
+        # A placeholder for the model: the defenses that are accepted here use none.
+        model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(data.x[0].numel(), self.classes)))
+        task, state = Task(model, data.image_shape, self.classes, self.mean, self.std), model.state()
+        memory = None
+        if not all(file.exists() for file in files):
+            rng = self.streams("prepare", place)
+            setup = Setup(task, state, data, self.public, cache=self.work, progress=self.progress, rng=rng)
+            memory = part.prepare(setup)
         rows: list[Tensors] = []
         for i, file in enumerate(files):
             if not file.exists():
                 batch = data[i * BATCH : (i + 1) * BATCH]
-                encoded = self._encode(part, memory, batch, self.streams("protect", place, i))
+                step = Step(task, state, batch, self.streams("protect", place, i), memory)
+                encoded = part.batch(part.data(batch, step), step)
                 write_tensors(file, {"x": encoded.x, "y": encoded.y})
             rows.append(load_file(file))
             if self.progress:
                 self.progress(part.name, i + 1, len(files))
         return Batch(torch.cat([row["x"] for row in rows]), torch.cat([row["y"] for row in rows]))
-
-    def _setup(self, place: int, data: Batch) -> Setup:
-        task, rng = self._task(data), self.streams("prepare", place)
-        return Setup(task, task.model.state(), data, self.public, cache=self.work, progress=self.progress, rng=rng)
-
-    def _encode(self, part: Defense, memory: Any, batch: Batch, rng: torch.Generator) -> Batch:
-        task = self._task(batch)
-        step = Step(task, task.model.state(), batch, rng, memory)
-        return part.batch(part.data(batch, step), step)
-
-    def _task(self, data: Batch) -> Task:
-        """With a placeholder for the model: the defenses that are accepted here use none."""
-        model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(data.x[0].numel(), self.classes)))
-        return Task(model, data.image_shape, self.classes, self.mean, self.std)
 
 
 def _pixels(x: Tensor) -> Array:
@@ -295,7 +289,7 @@ def _pixels(x: Tensor) -> Array:
     return (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
-def _write_npz(target: Path, work: Path, originals: Originals, protected: Batch, more: Tensors) -> None:
+def _write_npz(work: Path, originals: Originals, protected: Batch, more: Tensors) -> Path:
     """Images as they were given, bytes or floats; with soft labels floats, which may lie outside [0, 1]."""
     floats = originals.floats or protected.y.is_floating_point()
     arrays = {
@@ -309,21 +303,18 @@ def _write_npz(target: Path, work: Path, originals: Originals, protected: Batch,
     np.savez_compressed(temporary, **arrays)  # type: ignore[arg-type]
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
-    os.replace(temporary, target)
-    sync_folder(target.parent)
+    return temporary
 
 
-def _write_folder(target: Path, work: Path, originals: Originals, protected: Batch) -> None:
-    assert originals.files is not None
+def _write_folder(work: Path, files: tuple[Path, ...], protected: Batch) -> Path:
     folder = work / "copy"
     shutil.rmtree(folder, ignore_errors=True)
-    for path, image in zip(_names(originals.files), _pixels(protected.x), strict=True):
+    for path, image in zip(_names(files), _pixels(protected.x), strict=True):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / path)
     if hasattr(os, "sync"):
         os.sync()  # all of the pictures at once: one by one takes minutes
-    os.replace(folder, target)
-    sync_folder(target.parent)
+    return folder
 
 
 def _names(files: tuple[Path, ...]) -> list[Path]:
@@ -332,9 +323,8 @@ def _names(files: tuple[Path, ...]) -> list[Path]:
     for file in files:
         name = file
         if file.suffix.lower() not in LOSSLESS:
-            name = file.with_suffix(".png")
-            if name in taken:
-                name = file.with_name(f"{file.name}.png")
+            png = file.with_suffix(".png")
+            name = file.with_name(f"{file.name}.png") if png in taken else png
             taken.add(name)
         names.append(name)
     return names

@@ -76,8 +76,8 @@ class Shield:
         `x` are pixels in [0, 1]; the mean and std given to `protect` are applied here. Where the defense returns
         something that must not leave, no `.grad` changes.
         """
-        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        state = {name: t.detach() for name, t in state.items()}
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        state = {name: tensor.detach() for name, tensor in named}
         batch = Batch(x.detach(), y.detach())
         self._round += 1
         update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))

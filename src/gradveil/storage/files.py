@@ -71,9 +71,8 @@ def room_for(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if not no_space(error):
             raise
-        raise DiskFull(
-            f"{path}: no space left on the disk; what is finished is kept, and the same command goes on from it."
-        ) from None
+        kept = "what is finished is kept, and the same command goes on from it"
+        raise DiskFull(f"{path}: no space left on the disk; {kept}.") from None
 
 
 def no_space(error: BaseException) -> bool:

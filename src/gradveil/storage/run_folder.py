@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -95,7 +95,7 @@ class Environment(Record):
             seed=seed,
             gradveil=__version__,
             python=platform.python_version(),
-            packages={name: number for name in _PACKAGES if (number := _version(name))},
+            packages={name: version(name) for name in _PACKAGES},
             platform=platform.platform(),
             cpus=os.cpu_count(),
         )
@@ -108,13 +108,6 @@ class RunIdentity:
     environment: Environment
     terms: Mapping[str, object]
     settings: Mapping[str, object]  # enough to run it again
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class RunFolder:
@@ -160,14 +153,11 @@ class RunFolder:
         before = before if isinstance(before, dict) else {}
         for name, value in run.terms.items():
             if before.get(name) != value:
-                raise UserError(
-                    f"{self.path} holds another audit ({name} {before.get(name)}, now {value}); choose another --out."
-                )
+                difference = f"{name} {before.get(name)}, now {value}"
+                raise UserError(f"{self.path} holds another audit ({difference}); choose another --out.")
         if environment.case != run.environment.case:
-            raise UserError(
-                f"{self.path} holds an audit of the same name, but the data, the model or gradveil has changed since; "
-                "choose another --out."
-            )
+            changed = "the data, the model or gradveil has changed since"
+            raise UserError(f"{self.path} holds an audit of the same name, but {changed}; choose another --out.")
 
     def finish(self, summary: BaseModel, seconds: float) -> None:
         """Store what all cells together say."""
@@ -254,9 +244,8 @@ class RunFolder:
                 part = tensors.get_slice(name)
                 shape = part.get_shape()
                 if len(shape) != 5:
-                    raise UserError(
-                        f"{file}: '{name}' is {shape}, not victims × images × C × H × W. Run the audit again."
-                    )
+                    wanted = "victims × images × C × H × W"
+                    raise UserError(f"{file}: '{name}' is {shape}, not {wanted}. Run the audit again.")
                 return [
                     np.asarray(part[v : v + 1, b : b + 1])[0, 0] if v < shape[0] and b < shape[1] else None
                     for v, b in places

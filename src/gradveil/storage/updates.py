@@ -93,17 +93,14 @@ def fit_to_model(path: str | Path, tensors: Tensors, expected: Mapping[str, Tens
         if not tensor.is_floating_point():
             raise UserError(f"{path}: tensor '{name}' is {tensor.dtype}; an update holds floating-point numbers.")
         if tensor.shape != parameter.shape:
-            raise UserError(
-                f"{path}: tensor '{name}' is {shape_text(tensor.shape)}, the model's is {shape_text(parameter.shape)}. "
-                "Was it made with another model?"
-            )
+            shapes = f"{shape_text(tensor.shape)}, the model's is {shape_text(parameter.shape)}"
+            raise UserError(f"{path}: tensor '{name}' is {shapes}. Was it made with another model?")
     return {name: tensors[name].to(parameter.dtype) for name, parameter in expected.items()}
 
 
 def difference(before: str | Path, after: str | Path, expected: Mapping[str, Tensor]) -> tuple[Tensors, Update]:
     """The state before a round, and the update between the two checkpoints of the round."""
-    first, _ = load_tensors(before)
-    second, _ = load_tensors(after)
+    first, second = load_tensors(before)[0], load_tensors(after)[0]
     start = fit_to_model(before, {n: t for n, t in first.items() if n in expected}, expected)
     end = fit_to_model(after, {n: t for n, t in second.items() if n in expected}, expected)
     if all(torch.equal(start[n], end[n]) for n in start):

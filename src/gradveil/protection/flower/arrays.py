@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shape_text
 from gradveil.core.randomness import Streams
 from gradveil.core.types import Update
 from gradveil.defenses import Defense, parse
@@ -67,20 +67,17 @@ def protect_arrays(
         if array.dtype.kind in "fc" and not np.isfinite(array).all():
             raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
     moved = [name for name, array in after.items() if _is_trained(name, array, patterns)]
-    start = {name: _before(name, before, after[name]) if sends == "weights" else None for name in moved}
-    update = {}
-    for name in moved:
-        first, last = start[name], after[name].astype(np.float64)
-        update[name] = torch.from_numpy(last if first is None else last - first)
-    changed = update
+    start = {name: _before(name, before, after[name], sends) for name in moved}
+    changed = update = {name: torch.as_tensor(after[name].astype(np.float64) - start[name]) for name in moved}
     if update:
+        nothing: Any = _Absent()
+        step = Step(nothing, {}, nothing, rng or Streams()("update"))
         with torch.no_grad():  # copies: a defense that works in place must not change what it is compared with
-            changed = checked_update(update, method.update({n: t.clone() for n, t in update.items()}, _step(rng)))
+            changed = checked_update(update, method.update({n: t.clone() for n, t in update.items()}, step))
     sent = dict(after)
     for name, change in changed.items():
-        moved_to = change.numpy() if (first := start[name]) is None else first + change.numpy()
         with np.errstate(over="ignore"):  # checked below
-            rounded = moved_to.astype(after[name].dtype)
+            rounded = (start[name] + change.numpy()).astype(after[name].dtype)
         sent[name] = np.where(change.numpy() == update[name].numpy(), after[name], rounded)
     checked_update(update, {name: torch.from_numpy(sent[name].astype(np.float64)) for name in update})
     log_round(method, len(changed), len(after) - len(changed))
@@ -96,7 +93,7 @@ def check_arrays(received: Arrays, expected: Arrays) -> None:
     for name, want in expected.items():
         array = received[name]
         if array.shape != want.shape:
-            shapes = f"{_shape(array)}, this client's is {_shape(want)}"
+            shapes = f"{shape_text(array.shape)}, this client's is {shape_text(want.shape)}"
             raise UserError(f"the model from the server has '{name}' as {shapes}; nothing was trained.")
         if (array.dtype.kind == "f") != (want.dtype.kind == "f"):
             raise UserError(f"the model from the server has '{name}' as {array.dtype}, not {want.dtype}.")
@@ -121,11 +118,11 @@ def save_arrays(
     `facts` are as for `gradveil.storage.updates.save_update`.
     """
     patterns = tuple(untouched)
-    tensors = {}
-    for name, array in after.items():
-        if _is_trained(name, array, patterns):
-            change = array if sends == "update" else array.astype(np.float64) - _before(name, before, array)
-            tensors[name] = torch.from_numpy(np.array(change, dtype=array.dtype))
+    tensors = {
+        name: torch.from_numpy(np.array(array.astype(np.float64) - _before(name, before, array, sends), array.dtype))
+        for name, array in after.items()
+        if _is_trained(name, array, patterns)
+    }
     if not tensors:
         raise UserError("what the client sent holds no trained arrays.")
     save_update(path, Update(tensors, "delta", examples), **facts)
@@ -140,11 +137,15 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _before(name: str, before: Arrays, array: NDArray[Any]) -> NDArray[np.float64]:
+def _before(name: str, before: Arrays, array: NDArray[Any], sends: Sends) -> NDArray[np.float64]:
+    """What the update of an array is measured from: the weights received, or zero where the update itself is sent."""
+    if sends == "update":
+        return np.zeros(())
     if name not in before:
         raise UserError(f"'{name}' was not received, so there is no update to protect in it; nothing is sent.")
     if before[name].shape != array.shape:
-        raise UserError(f"'{name}' was received as {_shape(before[name])} and is now {_shape(array)}; nothing is sent.")
+        shapes = f"{shape_text(before[name].shape)} and is now {shape_text(array.shape)}"
+        raise UserError(f"'{name}' was received as {shapes}; nothing is sent.")
     return before[name].astype(np.float64)
 
 
@@ -153,12 +154,3 @@ class _Absent:
 
     def __getattr__(self, name: str) -> Any:
         raise UserError("this defense asks for the model or the images, which are not at hand where an update leaves.")
-
-
-def _step(rng: torch.Generator | None) -> Step:
-    nothing: Any = _Absent()
-    return Step(nothing, {}, nothing, rng or Streams()("update"))
-
-
-def _shape(array: NDArray[Any]) -> str:
-    return "×".join(map(str, array.shape)) or "a single number"

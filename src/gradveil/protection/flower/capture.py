@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,9 +38,8 @@ def capture(
     from the training config where it has one). With them, `gradveil attack client-NODE.safetensors --model …
     --before before.safetensors` needs nothing else.
     """
-    writer = _Writer(
-        Path(folder), rounds, tuple(untouched), facts, getattr(strategy, "weighted_by_key", "num-examples")
-    )
+    weight = getattr(strategy, "weighted_by_key", "num-examples")
+    writer = _Writer(Path(folder), rounds, tuple(untouched), facts, weight)
     configure, aggregate = strategy.configure_train, strategy.aggregate_train
 
     def configure_train(server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -57,30 +57,21 @@ def capture(
     return strategy
 
 
+@dataclass
 class _Writer:
-    def __init__(
-        self,
-        folder: Path,
-        rounds: Collection[int] | None,
-        untouched: tuple[str, ...],
-        facts: dict[str, Any],
-        weight: str,
-    ):
-        self._folder, self._rounds, self._untouched, self._facts, self._weight = (
-            folder,
-            rounds,
-            untouched,
-            facts,
-            weight,
-        )
-        self._before: Arrays = {}
-        self._lr: dict[str, Any] = {}
+    folder: Path
+    rounds: Collection[int] | None
+    untouched: tuple[str, ...]
+    facts: dict[str, Any]
+    weight: str  # the metric that holds the number of examples
+    before: Arrays = field(default_factory=dict)
+    lr: dict[str, Any] = field(default_factory=dict)
 
     def sent(self, round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         if self._wanted(round):
-            self._before = _numpy(arrays)
-            self._lr = {"lr": config["lr"]} if "lr" in config else {}
-            write_tensors(self._place(round) / "before.safetensors", _tensors(self._before))
+            self.before = _numpy(arrays)
+            self.lr = {"lr": config["lr"]} if "lr" in config else {}
+            write_tensors(self._place(round) / "before.safetensors", _tensors(self.before))
 
     def received(self, round: int, reply: Message) -> None:
         """Write one reply down. A broken one is the strategy's to judge: it is told of and never stops the round."""
@@ -90,13 +81,12 @@ class _Writer:
         try:
             after = {name: a for record in reply.content.array_records.values() for name, a in _numpy(record).items()}
             reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
-            facts = {**self._lr, **self._facts, "round": round, "reported": reported}
+            facts = {**self.lr, **self.facts, "round": round, "reported": reported}
             path = self._place(round) / f"client-{node}.safetensors"
-            received = {name: a for name, a in after.items() if name in self._before}
+            received = {name: a for name, a in after.items() if name in self.before}
             examples = self._examples(reply)
-            written = save_arrays(path, self._before, received, examples=examples, untouched=self._untouched, **facts)
-            rest = {name: a for name, a in after.items() if name not in written}
-            if rest:
+            written = save_arrays(path, self.before, received, examples=examples, untouched=self.untouched, **facts)
+            if rest := {name: a for name, a in after.items() if name not in written}:
                 write_tensors(self._place(round) / f"buffers-{node}.safetensors", _tensors(rest))
         except (UserError, ValueError, TypeError) as error:
             from logging import WARNING
@@ -106,16 +96,14 @@ class _Writer:
             log(WARNING, "gradveil: the update of node %s is not captured: %s", node, error)
 
     def _wanted(self, round: int) -> bool:
-        return self._rounds is None or round in self._rounds
+        return self.rounds is None or round in self.rounds
 
     def _place(self, round: int) -> Path:
-        return self._folder / f"round-{round:03d}"
+        return self.folder / f"round-{round:03d}"
 
     def _examples(self, reply: Message) -> int:
-        for record in reply.content.metric_records.values():
-            if self._weight in record:
-                return max(1, int(record[self._weight]))  # type: ignore[arg-type]
-        return 1
+        records = reply.content.metric_records.values()
+        return next((max(1, int(r[self.weight])) for r in records if self.weight in r), 1)  # type: ignore[arg-type]
 
 
 def _numpy(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:

@@ -84,20 +84,17 @@ class Guard(Shield):
             raise UserError(f"'{min(unknown)}' is neither a parameter nor a buffer of the model; nothing is sent.")
         trained = [n for p, n in first.items() if p.requires_grad or not torch.equal(state[n], self._start[n])]
         update = {name: state[name].double() - self._start[name].double() for name in trained}
+        client = self._client
+        step = Step(client.task, self._start, self._private, client.draws("update"), client.memory)
         with torch.no_grad():
-            change = checked_update(update, self.defense.update(dict(update), self._leaving()))
-        sent = checked_update(
-            {name: state[name] for name in trained}, {n: self._start[n].double() + c for n, c in change.items()}
-        )
+            change = checked_update(update, self.defense.update(dict(update), step))
+        moved = {name: self._start[name].double() + c for name, c in change.items()}
+        sent = checked_update({name: state[name] for name in trained}, moved)
         state.update((name, sent[first[p]]) for name, p in parameters.items() if name in state and first[p] in sent)
         log_round(self.defense, len(sent), len(buffers))
         facts = MetricRecord({"num-examples": len(self._private), **metrics})
         content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
         return Message(content, reply_to=self._message)
-
-    def _leaving(self) -> Step:
-        client = self._client
-        return Step(client.task, self._start, self._private, client.draws("update"), client.memory)
 
 
 def protect(

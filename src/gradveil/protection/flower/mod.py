@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import Streams
 from gradveil.defenses import Defense
-from gradveil.protection.flower.arrays import STATISTICS, Sends, protect_arrays, update_defense
+from gradveil.protection.flower.arrays import STATISTICS, Arrays, Sends, protect_arrays, update_defense
 
 if TYPE_CHECKING:
-    import torch
     from flwr.app import Context, Message, RecordDict
 
 Handler = Callable[["Message", "Context"], "Message"]
 Mod = Callable[["Message", "Context", Handler], "Message"]
+Records = Mapping[str, Arrays]  # array records by name
 _SECRET = "gradveil-secret"
 _BETWEEN = "\x1f"  # record and array as one name, for a defense that looks at the whole update
 
@@ -40,16 +38,22 @@ def mod(
     method, patterns, open_records = update_defense(defense), tuple(untouched), set(passed)
 
     def protect_reply(message: Message, context: Context, call_next: Handler) -> Message:
+        from flwr.app import Array, ArrayRecord
+
         if message.metadata.message_type.partition(".")[0] != "train":
             return call_next(message, context)
         received, rng = _arrays(message.content), message_streams(message, context)("update")
         reply = call_next(message, context)
         if reply.has_error():
             return reply
+        sent = {key: arrays for key, arrays in _arrays(reply.content).items() if key not in open_records}
         try:
-            _protect(reply.content, received, method, patterns, open_records, sends, rng)
+            before = _joined({key: _counterpart(key, sent, received, sends) for key in sent})
+            done = protect_arrays(before, _joined(sent), method, untouched=patterns, sends=sends, rng=rng)
         except UserError as error:
             return _refusal(message, str(error).replace(_BETWEEN, "/"))
+        for key, arrays in sent.items():
+            reply.content[key] = ArrayRecord({name: Array(done[key + _BETWEEN + name]) for name in arrays})
         return reply
 
     return protect_reply
@@ -72,32 +76,11 @@ def message_streams(message: Message, context: Context) -> Streams:
     return Streams(key.digest())
 
 
-def _protect(
-    content: RecordDict,
-    received: dict[str, dict[str, NDArray[Any]]],
-    method: Defense,
-    untouched: tuple[str, ...],
-    passed: set[str],
-    sends: Sends,
-    rng: torch.Generator,
-) -> None:
-    from flwr.app import Array, ArrayRecord
-
-    sent = {key: arrays for key, arrays in _arrays(content).items() if key not in passed}
-    before, after = {}, {}
-    for key, arrays in sent.items():
-        for name, array in _counterpart(key, sent, received, sends).items():
-            before[key + _BETWEEN + name] = array
-        for name, array in arrays.items():
-            after[key + _BETWEEN + name] = array
-    done = protect_arrays(before, after, method, untouched=untouched, sends=sends, rng=rng)
-    for key, arrays in sent.items():
-        content[key] = ArrayRecord({name: Array(done[key + _BETWEEN + name]) for name in arrays})
+def _joined(records: Records) -> Arrays:
+    return {key + _BETWEEN + name: array for key, arrays in records.items() for name, array in arrays.items()}
 
 
-def _counterpart(
-    key: str, sent: dict[str, Any], received: dict[str, dict[str, NDArray[Any]]], sends: Sends
-) -> dict[str, NDArray[Any]]:
+def _counterpart(key: str, sent: Records, received: Records, sends: Sends) -> Arrays:
     if sends == "update":
         return {}
     if key in received:
@@ -110,7 +93,7 @@ def _counterpart(
     )
 
 
-def _arrays(content: RecordDict) -> dict[str, dict[str, NDArray[Any]]]:
+def _arrays(content: RecordDict) -> Records:
     return {key: {name: a.numpy() for name, a in record.items()} for key, record in content.array_records.items()}
 
 
