@@ -15,7 +15,6 @@ from torch import nn
 import gradveil as gv
 from gradveil import cli
 from gradveil.auditing.spec import read_spec
-from gradveil.cli import one_line
 from gradveil.core.errors import UserError
 from gradveil.models import build
 from gradveil.storage.files import (
@@ -109,7 +108,8 @@ def test_commands_keep_each_other_out(tmp_path, capsys, command, lock, says):
 
 
 def test_messages_cannot_steer_a_terminal(capsys):
-    assert one_line("a\n\tb\x1b[31mred\x07\ud800") == "a b\\x1b[31mred\\x07\\ud800"
+    assert cli._refuse("a\n\tb\x1b[31mred\x07\ud800") == 2
+    assert capsys.readouterr().err == "gradveil: a b\ufffd[31mred\ufffd\ufffd\n"
     assert cli.main(["audit", "--defense", "evil\x1b[2Jname"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "\x1b" not in said

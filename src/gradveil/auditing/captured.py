@@ -1,9 +1,4 @@
-"""Attack an update that was captured elsewhere. No truth is needed, and none is asked for.
-
-1. Read the update (a file, an `Update`, or the difference of two checkpoints) and its metadata.
-2. Build the observation: the model at the weights of that round, the task, the client's local training.
-3. Run each attack that applies, and measure how well its images explain the update.
-"""
+"""Attack an update that was captured elsewhere. No truth is needed: rebuilt images are judged by how they explain it."""
 
 from __future__ import annotations
 
@@ -37,6 +32,7 @@ from gradveil.storage.updates import difference, fit_to_model, load_tensors, loa
 
 Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class CapturedSpec(BaseModel):
@@ -49,7 +45,7 @@ class CapturedSpec(BaseModel):
         None, strict=True, ge=1, le=10**6, description="Outputs of the model."
     )
     mean: tuple[Number, ...] | None = Field(None, description="Of the pixels, one value per channel: 0.5,0.4,0.4.")
-    std: tuple[Number, ...] | None = Field(None, description="Of the pixels, one value per channel.")
+    std: tuple[Positive, ...] | None = Field(None, description="Of the pixels, one value per channel.")
     local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Local steps behind a weight delta.")
     lr: float | None = Field(None, gt=0, lt=1e6, description="Learning rate behind a weight delta.")
     batch_size: Size | None = Field(None, description="Images behind the update. [of the file, or 1]")
@@ -73,13 +69,6 @@ class CapturedSpec(BaseModel):
     @classmethod
     def _several(cls, value: object) -> object:
         return [value] if isinstance(value, (int, float)) else value
-
-    @field_validator("std")
-    @classmethod
-    def _positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and min(value, default=0.0) <= 0:
-            raise ValueError("a std must be above zero")
-        return value
 
 
 FACTS = ("input_shape", "num_classes", "mean", "std", "local_steps", "lr")  # that an update's metadata may tell

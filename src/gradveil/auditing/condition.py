@@ -22,14 +22,12 @@ Operand = str | float | tuple[str, ...]
 def _fields(kind: Any, path: str = "") -> Iterator[tuple[str, Operand]]:
     """The fields of a type that can be asked for, such as `worst.ssim.max`, each with a value of its type."""
     origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
+    if origin in (Union, UnionType, Annotated):
         yield from _fields(next(part for part in parts if part is not NoneType), path)
     elif origin is dict:
         return  # whose keys differ from run to run
     elif origin is tuple:
         yield from ((name, (value,)) for name, value in _fields(parts[0], path) if name == path and value == "")
-    elif origin is Annotated:
-        yield from _fields(parts[0], path)
     elif isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             yield from _fields(field.annotation, f"{path}.{name}" if path else name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -68,9 +68,4 @@ class Estimate:
 
 def _seconds(work: Callable[[], object]) -> float:
     """The faster of two runs, after a first one that warms up."""
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return min(times[1:])
+    return min(timeit.repeat(work, number=1, repeat=3)[1:])

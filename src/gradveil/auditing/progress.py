@@ -52,7 +52,7 @@ class Bars(Display):
         text = TextColumn("{task.description}", markup=False)
         columns = (text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=console, transient=True)
-        self._whole: TaskID | None = None
+        self._whole = self._bars.add_task("audit", total=None)
         self._tasks: dict[str, TaskID] = {}
         self._parts: dict[str, float] = {}
         self._finished = 0
@@ -60,7 +60,7 @@ class Bars(Display):
 
     def start(self, total: int, stored: int) -> None:
         self._finished = stored
-        self._whole = self._bars.add_task("audit", total=total, completed=stored)
+        self._bars.update(self._whole, total=total, completed=stored)
         self._bars.start()
 
     def begin(self, cell: CellName) -> None:
@@ -87,7 +87,7 @@ class Bars(Display):
 
     def _show_best(self, cell: CellName, stored: StoredCell) -> None:
         """The strongest attack on a defense so far, beside the bar of the whole."""
-        if cell.kind != "attack" or cell.defense == CONTROL or stored.status != "ok" or self._whole is None:
+        if cell.kind != "attack" or cell.defense == CONTROL or stored.status != "ok":
             return
         hits, psnr = _recovered(stored)
         share = hits / max(1, len(stored.victims))
@@ -97,8 +97,7 @@ class Bars(Display):
             self._bars.update(self._whole, description=text)
 
     def _advance(self) -> None:
-        if self._whole is not None:
-            self._bars.update(self._whole, completed=self._finished + sum(self._parts.values()))
+        self._bars.update(self._whole, completed=self._finished + sum(self._parts.values()))
 
 
 def display_on(console: Console, quiet: bool) -> Display:

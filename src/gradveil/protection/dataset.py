@@ -34,16 +34,7 @@ from gradveil.data.readers.image_folder import by_class, decode, subfolders
 from gradveil.data.readers.npz import read_npz
 from gradveil.data.resize import resize_square
 from gradveil.defenses import Defense, Setup, Step, parse
-from gradveil.storage.files import (
-    LOCK,
-    DiskFull,
-    alone_in,
-    is_temporary,
-    room_for,
-    sync_folder,
-    write_json,
-    write_tensors,
-)
+from gradveil.storage.files import LOCK, DiskFull, alone_in, contents, room_for, sync_folder, write_json, write_tensors
 
 BATCH = 128
 MARKER = ".gradveil-protect.json"  # says that a folder of unfinished work is ours, and of which run
@@ -135,8 +126,8 @@ class WorkFolder:
             return
         if not self.path.is_dir() or self.path.is_symlink():
             raise UserError(f"{self.path}: unfinished work is kept there, but it is not a folder; move it away.")
-        names = {path.name for path in self.path.iterdir()}
-        if MARKER not in names and any(name != LOCK and not is_temporary(name) for name in names):
+        names = contents(self.path)
+        if names and MARKER not in names:
             raise UserError(f"{self.path}: holds files that are not gradveil's; move it away, or choose another DST.")
 
     def secret(self) -> bytes | None:

@@ -63,9 +63,8 @@ class Report:
                     parts = _NESTED.get(name, _PARTS if isinstance(value, Statistic) else ())
                     row |= {f"{name}_{part}": getattr(value, part, math.nan) for part in parts} or {name: value}
                 rows.append(row | shared)
-        frame = pd.DataFrame(rows, columns=None if rows else list(_FIRST)).drop(
-            columns=["spec", "others"], errors="ignore"
-        )
+        frame = pd.DataFrame(rows, columns=None if rows else list(_FIRST))
+        frame = frame.drop(columns=["spec", "others"], errors="ignore")
         return frame[[*_FIRST, *(name for name in frame if name not in _FIRST)]]
 
     def plot(self, ax: Axes | None = None) -> Figure:

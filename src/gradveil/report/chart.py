@@ -18,6 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
 DIRECT_LABELS = 6  # up to so many defenses are named at their points; beyond, they are numbered
 SPARK = (150, 56)
 SPARK_POINTS = 60
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,15 @@ def _label(chart: CostChart) -> None:
     """Name every point beside it; points on one spot share a label. No label covers another or a point."""
     clusters: list[list[Point]] = []
     for point in chart.points:
-        home = next((c for c in clusters if math.dist((c[0].x, c[0].y), (point.x, point.y)) < 11), None)
-        if home:
-            home.append(point)
-        else:
-            clusters.append([point])
+        home = next((c for c in clusters if math.dist((c[0].x, c[0].y), (point.x, point.y)) < 11), [])
+        if not home:
+            clusters.append(home)
+        home.append(point)
     taken = [(p.x - 6, p.y - 6, p.x + 6, p.y + 6) for p in chart.points]
     taken += [(p.x - 3, p.high, p.x + 3, p.low) for p in chart.points]
     for cluster in clusters:
         first = cluster[0]
-        names = [str(p.number) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster]
-        first.label = ", ".join(names)
+        first.label = ", ".join(str(p.number) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster)
         width = 7.2 * len(first.label) + 4
         spots = [
             (first.x + dx, first.y + dy, anchor)
@@ -153,26 +152,23 @@ def _label(chart: CostChart) -> None:
             for dx, anchor in ((8, "start"), (-8, "end"))
         ]
         boxes = {spot: _box(spot, width) for spot in spots}
-        inside = [
-            s
-            for s in spots
-            if boxes[s][0] >= LEFT + 2
-            and boxes[s][2] <= WIDTH
-            and boxes[s][1] >= 0
-            and boxes[s][3] <= HEIGHT - BOTTOM + 4
-        ]
+        inside = [spot for spot, box in boxes.items() if _contains((LEFT + 2, 0, WIDTH, HEIGHT - BOTTOM + 4), box)]
         spot = min(inside or spots, key=lambda s: sum(_overlap(boxes[s], other) for other in taken))
         first.label_x, first.label_y, first.anchor = spot
         taken.append(boxes[spot])
 
 
-def _box(spot: tuple[float, float, str], width: float) -> tuple[float, float, float, float]:
+def _box(spot: tuple[float, float, str], width: float) -> Box:
     x, y, anchor = spot
     left = x if anchor == "start" else x - width
     return left, y - 11, left + width, y + 4
 
 
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+def _contains(outer: Box, inner: Box) -> bool:
+    return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]
+
+
+def _overlap(a: Box, b: Box) -> float:
     """The area that two boxes share."""
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
@@ -203,8 +199,8 @@ def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Acc
         return None
     rounds = max(curve[-1][0] for curve in curves.values())
     x_values = [t for t in nice_ticks(1, max(rounds, 2)) if t == int(t)]
-    lowest, highest = (f(v for curve in curves.values() for _, v in curve) for f in (min, max))
-    y_values = nice_ticks(lowest, highest)
+    levels = [v for curve in curves.values() for _, v in curve]
+    y_values = nice_ticks(min(levels), max(levels))
     x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
     lines = [
         AccuracyLine(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()

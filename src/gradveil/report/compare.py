@@ -6,6 +6,7 @@ victim is; else the two groups are compared. A victim is a batch: its images sha
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,14 +129,13 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        moved = [d.spec for d in self.defenses if d.before != d.after]
-        clear = [d.spec for d in self.defenses if d.rows and d.rows[0].clear]
         if not self.defenses:
             return "The runs have no defense in common."
+        moved = [d.spec for d in self.defenses if d.before != d.after]
+        clear = [d.spec for d in self.defenses if d.rows and d.rows[0].clear]
         first = f"The verdict changed for {listing(moved)}" if moved else "No verdict changed"
-        if clear:
-            return f"{first}; what the worst attack got changed clearly under {listing(clear)}."
-        return f"{first}, and what the worst attack got changed nowhere clearly."
+        where = f"; what the worst attack got changed clearly under {listing(clear)}"
+        return f"{first}{where if clear else ', and what the worst attack got changed nowhere clearly'}."
 
     def save(self, file: str | Path) -> Path:
         """Write one self-contained page without a script."""
@@ -169,12 +169,8 @@ class _Run:
 
     @property
     def labels(self) -> dict[ImagePlace, int | None]:
-        return {
-            place: image.label
-            for attacks in self.attacks.values()
-            for images in attacks.values()
-            for place, image in images.items()
-        }
+        scored = [images for attacks in self.attacks.values() for images in attacks.values()]
+        return {place: image.label for images in scored for place, image in images.items()}
 
 
 def compare_runs(a: Path, b: Path, across: Iterable[str] = ()) -> Comparison:
@@ -186,11 +182,8 @@ def compare_runs(a: Path, b: Path, across: Iterable[str] = ()) -> Comparison:
     for path, mine, other in ((a, ours, theirs), (b, theirs, ours)):
         if alone := [spec for spec in mine if spec not in other]:
             notes.append(f"Only in {path}: {listing(alone)}.")
-    changed = [
-        _defense(ours[spec], theirs[spec], first.attacks[spec], second.attacks[spec], paired)
-        for spec in ours
-        if spec in theirs
-    ]
+    common = [spec for spec in ours if spec in theirs]
+    changed = [_defense(ours[s], theirs[s], first.attacks[s], second.attacks[s], paired) for s in common]
     victims = (first.summary.case.victims, second.summary.case.victims)
     return Comparison(a, b, (first.summary.scope, second.summary.scope), paired, victims, changed, notes)
 
@@ -206,16 +199,12 @@ def _check_cases(a: _Run, b: _Run, across: set[str]) -> list[str]:
     follows: dict[str, tuple[str, ...]] = dict.fromkeys(("input_shape", "num_classes", "class_names"), ("data",))
     follows |= {"data's content": ("data", "seed"), "model's content": ("model", "seed")}
     differs = {n: text for n, text in differs.items() if not any(cause in differs for cause in follows.get(n, ()))}
-    unknown = [n for n in across if n not in {*a.terms, *b.terms, *follows}]
-    if unknown:
+    if unknown := [n for n in across if n not in {*a.terms, *b.terms, *follows}]:
         raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(a.terms)}.")
-    wrong = [n for n in differs if n not in across and n not in SAMPLING]
-    if wrong:
+    if wrong := [n for n in differs if n not in across and n not in SAMPLING]:
         listed = ", ".join(f"{n} ({differs[n]})" for n in wrong)
-        allow = " ".join(f"--across '{n}'" if " " in n else f"--across {n}" for n in wrong)
-        raise UserError(
-            f"the runs are different cases: {listed}. A change could come from that; to compare all the same: {allow}."
-        )
+        allow = f"to compare all the same: {' '.join(f'--across {shlex.quote(n)}' for n in wrong)}"
+        raise UserError(f"the runs are different cases: {listed}. A change could come from that; {allow}.")
     notes = [f"The runs differ in {n}: {text}." for n, text in differs.items()]
     for name in ("gradveil", "suite"):
         first, second = getattr(a.summary, name), getattr(b.summary, name)
@@ -251,11 +240,10 @@ def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paire
 
 def _worst(attacks: Attacks) -> ScoredImages:
     """For every image what the attack got that got most of it, by the verdict's own order."""
-    places = dict.fromkeys(place for images in attacks.values() for place in images)
-    return {
-        p: max((images[p] for images in attacks.values() if p in images), key=lambda image: image.strength)
-        for p in places
-    }
+    best: dict[ImagePlace, ImageScores] = {}
+    for place, image in (item for images in attacks.values() for item in images.items()):
+        best[place] = max(best.get(place, image), image, key=lambda image: image.strength)
+    return best
 
 
 def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]:

@@ -85,7 +85,6 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
     summary = Summary.read(run.path)
     shown = collect(run, summary) if pictures != "none" else Pictures()
     script = page("script.js.j2")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rows = [(d, r) for d in summary.defenses for r in d.attacks]
     environment = run.environment
     return page(
@@ -94,7 +93,7 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         mode=pictures,
         pictures=shown,
         script=Markup(script),  # our own file, without a word of the run in it
-        script_hash=digest,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdicts=[(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses],
         choice=words.recommend(summary),
         scatter=chart.privacy_utility(summary),
@@ -120,8 +119,7 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
 
 def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pictures) -> WorstCase | None:
     """The one private image of which most was rebuilt, in words and, if there are any, in pictures."""
-    worst = worst_of(run, defense)
-    if worst is None:
+    if (worst := worst_of(run, defense)) is None:
         return None
     cell, image = worst
     identified = "identified" if image.identified else "not identified"
@@ -131,12 +129,10 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
     if original is None or rebuilt is None or image.place not in shown.places:
         return WorstCase(text, None, None)
     column = shown.places.index(image.place)
-    label = label_of(image, case)
-    return WorstCase(
-        text,
-        Tile(original.sprite, column, f"Private image, {label}" if label else "Private image", "original"),
-        Tile(rebuilt.sprite, column, f"The same image as rebuilt by {cell.attack}", "rebuilt", bool(image.identified)),
-    )
+    private = ", ".join(filter(None, ("Private image", label_of(image, case))))
+    again = f"The same image as rebuilt by {cell.attack}"
+    tile = Tile(rebuilt.sprite, column, again, "rebuilt", bool(image.identified))
+    return WorstCase(text, Tile(original.sprite, column, private, "original"), tile)
 
 
 def galleries(run: RunFolder, summary: Summary, shown: Pictures) -> Iterator[Gallery]:
@@ -144,37 +140,28 @@ def galleries(run: RunFolder, summary: Summary, shown: Pictures) -> Iterator[Gal
     many = summary.case.batch_size > 1
     for defense in summary.defenses:
         original = shown.originals.get(defense.spec)
-        if original is None:
-            continue
         drawn = [(r, c, s) for r, c in attacked(run, defense) if (s := shown.rebuilt.get(c.key))]
-        if not drawn:
+        if original is None or not drawn:
             continue
         labels = {image.place: label_of(image, summary.case) for image in drawn[0][1].victims}
         heads = [(who(p, many), labels.get(p, ""), p not in shown.first) for p in shown.places]
         rows = [GalleryRow("original", "", _tiles(original, "Private image", shown, many))]
-        if defense.spec in shown.fed:
-            rows.append(
-                GalleryRow("fed to the network", "", _tiles(shown.fed[defense.spec], "Image as fed", shown, many))
-            )
-        rows += [
-            _gallery_row(r, c, s, shown, many=many, more=rank >= STRONGEST) for rank, (r, c, s) in enumerate(drawn)
-        ]
+        if fed := shown.fed.get(defense.spec):
+            rows.append(GalleryRow("fed to the network", "", _tiles(fed, "Image as fed", shown, many)))
+        rows += [_gallery_row(*attack, shown, many=many, more=rank >= STRONGEST) for rank, attack in enumerate(drawn)]
         yield Gallery(defense, heads, rows)
 
 
 def _gallery_row(
     row: AttackRow, cell: StoredCell, strip: Strip, shown: Pictures, *, many: bool, more: bool
 ) -> GalleryRow:
-    images = {image.place: image for image in cell.victims}
-    tiles: list[Tile | None] = []
-    for i, place in enumerate(shown.places):
-        image = images.get(place)
-        if not strip.present[i] or image is None:
-            tiles.append(None)
-            continue
-        alt = f"{who(place, many)} rebuilt by {row.spec}"
-        caption = f"{words.digits(image.psnr, 1)} dB · {words.digits(image.ssim)}"
-        tiles.append(Tile(strip.sprite, i, alt, caption, bool(image.identified)))
+    tiles: list[Tile | None] = [None] * len(shown.places)
+    for image in cell.victims:
+        i = shown.places.index(image.place) if image.place in shown.places else -1
+        if i >= 0 and strip.present[i]:
+            alt = f"{who(image.place, many)} rebuilt by {row.spec}"
+            caption = f"{words.digits(image.psnr, 1)} dB · {words.digits(image.ssim)}"
+            tiles[i] = Tile(strip.sprite, i, alt, caption, bool(image.identified))
     identified, psnr = words.rate_text(row.identified), words.mean(row.psnr, 1)
     note = f"identified {identified}, PSNR {psnr} dB" if row.ok else row.status
     return GalleryRow(row.spec, note, tiles, more)

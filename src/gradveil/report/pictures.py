@@ -79,8 +79,7 @@ def collect(run: RunFolder, summary: Summary) -> Pictures:
 
 def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list[ImagePlace]) -> tuple[int, int]:
     """How many tiles a strip may have, and how large, judged by a sample of them."""
-    sample = ranked[:4]
-    count, wanted = 1, min(len(ranked), MOST)
+    sample, wanted = ranked[:4], min(len(ranked), MOST)
     for side in SIDES:
         sampled = _encode(run, cells, sorted(sample), side, lambda _: None)
         tile_bytes = sum(map(len, sampled.sprites)) / len(sample)
@@ -106,18 +105,17 @@ def _encode(
         except UserError as error:  # one broken file must not cost the page; the page says so
             note(str(error))
             return None
-        there = [image for image in images if image is not None]
-        if not there:
+        shape = next((image.shape for image in images if image is not None), None)
+        if shape is None:
             return None
-        height, width = there[0].shape[-2:]
+        height, width = shape[-2:]
         scale = min(1.0, side / max(height, width))
         pictures.size = max(1, round(width * scale)), max(1, round(height * scale))
         pictures.scaled_from = (width, height) if scale < 1 else None
         uri = _png([_tile(image, pictures.size) for image in images])
-        if uri not in sprites:
-            sprites[uri] = len(pictures.sprites)
-            pictures.sprites.append(uri)
-        return Strip(sprites[uri], tuple(image is not None for image in images))
+        sprite = sprites.setdefault(uri, len(sprites))
+        pictures.sprites = list(sprites)
+        return Strip(sprite, tuple(image is not None for image in images))
 
     for defense, group in cells.items():
         for cell in group:

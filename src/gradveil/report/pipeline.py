@@ -23,7 +23,8 @@ def write_junit(summary: Summary, failures: Failures, file: str | Path) -> Path:
     """One test suite per defense: one test case for every condition and one for every attack."""
     file = check_file(file)
     suites = [_suite(defense, failures) for defense in summary.defenses]
-    root = ET.Element("testsuites", {"name": "gradveil", **_totals(suites)})
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    root = ET.Element("testsuites", {"name": "gradveil", **_counts(cases)})
     root.extend(suites)
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
@@ -39,16 +40,9 @@ def check_file(file: str | Path) -> Path:
 
 
 def _suite(defense: DefenseRow, failures: Failures) -> ET.Element:
-    name = plain(defense.spec)
     cases = [_condition(text, defense, defense.spec in failing) for text, failing in failures.items()]
-    rows = [row for row in defense.attacks if row.against == "original"]
-    cases += [_attack(defense, row) for row in rows]
-    counts = {"tests": len(cases)} | {
-        plural: sum(case.find(tag) is not None for case in cases)
-        for plural, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
-    }
-    numbers = {"time": f"{sum(row.seconds or 0.0 for row in rows):.3f}", **{k: str(v) for k, v in counts.items()}}
-    suite = ET.Element("testsuite", {"name": name, **numbers})
+    cases += [_attack(defense, row) for row in defense.attacks if row.against == "original"]
+    suite = ET.Element("testsuite", {"name": plain(defense.spec), **_counts(cases)})
     identified = words.rate_text(defense.worst.identified if defense.worst else None)
     facts = {"verdict": defense.judgement, "scope": defense.scope, "identified": identified}
     if defense.loss is not None:
@@ -85,10 +79,11 @@ def _case(defense: DefenseRow, name: str) -> ET.Element:
     return ET.Element("testcase", classname=plain(f"gradveil.{defense.spec}"), name=plain(name))
 
 
-def _totals(suites: Sequence[ET.Element]) -> dict[str, str]:
-    names = ("tests", "failures", "errors", "skipped")
-    totals = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in names}
-    return totals | {"time": f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}"}
+def _counts(cases: Sequence[ET.Element]) -> dict[str, str]:
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    counts = {name: str(sum(case.find(tag) is not None for case in cases)) for name, tag in tags.items()}
+    seconds = sum(float(case.get("time", "0")) for case in cases)
+    return {"time": f"{seconds:.3f}", "tests": str(len(cases)), **counts}
 
 
 def github_annotations(summary: Summary, failures: Failures) -> Iterator[str]:
@@ -111,6 +106,5 @@ def github_annotations(summary: Summary, failures: Failures) -> Iterator[str]:
 
 def _annotation(level: str, title: str, message: str) -> str:
     """Both parts are data to the runner: what would end them is escaped, in the order that the runner undoes it."""
-    text = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    head = title.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A").replace(":", "%3A").replace(",", "%2C")
-    return f"::{level} title={plain(head)}::{plain(text)}"
+    head, text = (part.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A") for part in (title, message))
+    return f"::{level} title={plain(head.replace(':', '%3A').replace(',', '%2C'))}::{plain(text)}"

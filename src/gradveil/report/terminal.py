@@ -25,11 +25,8 @@ def table(summary: Summary) -> Table:
     for name in ("PSNR", "SSIM", "ASR"):
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("identified", justify="right", min_width=4)
-    if costs:
-        out.add_column("accuracy", justify="right", no_wrap=True)
-        out.add_column("PDM", justify="right", no_wrap=True)
-    if cosines:
-        out.add_column("cosine", justify="right", no_wrap=True)
+    for name in ("accuracy", "PDM") if costs else ("cosine",) if cosines else ():
+        out.add_column(name, justify="right", no_wrap=True)
     for defense in summary.defenses:
         extra = []
         if costs:

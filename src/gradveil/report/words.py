@@ -6,7 +6,7 @@ A missing leak is never called more than that: attacks only ever show that somet
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,10 +91,8 @@ def verdict_sentence(defense: DefenseRow) -> str:
     if defense.verdict == NO_LEAK:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
     if defense.verdict == UNREFUTED:
-        return (
-            f"Unrefuted: {clause}{_bound(defense)}; no attack here is built to break this defense, "
-            "so the evidence is weak."
-        )
+        weak = "no attack here is built to break this defense, so the evidence is weak"
+        return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
     return f"Not judged: {clause}."
 
 
@@ -116,10 +114,10 @@ def overall(summary: Summary) -> str:
         UNREFUTED: ("is unrefuted", "are unrefuted"),
         NOT_JUDGED: ("could not be judged", "could not be judged"),
     }
-    counts = {verdict: sum(d.judgement == verdict for d in judged) for verdict in phrases}
     if len(judged) == 1:
         return f"The audited defense {judged[0].spec} {phrases[judged[0].judgement][0]}."
-    parts = [f"{count} {phrases[verdict][count > 1]}" for verdict, count in counts.items() if count]
+    counts = Counter(d.judgement for d in judged)
+    parts = [f"{counts[verdict]} {forms[counts[verdict] > 1]}" for verdict, forms in phrases.items() if counts[verdict]]
     if len(parts) == 1:
         return f"All {parts[0].replace(' ', ' audited defenses ', 1)}."
     return f"Of {len(judged)} audited defenses, {listing(parts)}."
@@ -143,9 +141,7 @@ def caveats(summary: Summary) -> list[str]:
     """The audit's own warnings, and what makes its evidence weak."""
     items = list(summary.warnings)
     if summary.control is None:
-        items.append(
-            "There is no undefended control in this audit, so it is not shown that the attacks work in this setting."
-        )
+        items.append("There is no undefended control here, so it is not shown that the attacks work in this setting.")
     elif summary.control.verdict != LEAKS:
         items.append(
             "Even undefended updates showed no leak here. The attacks did not work in this setting, so the audit "
@@ -168,26 +164,22 @@ def recommend(summary: Summary) -> Recommendation:
     if not audited:
         return Recommendation(None, "No defense was audited, so none can be recommended.")
     if summary.control is not None and summary.control.verdict != LEAKS:
-        return Recommendation(
-            None,
-            "No recommendation: the attacks showed no leak even without a defense, so they cannot tell defenses apart.",
-        )
+        weak = "the attacks showed no leak even without a defense, so they cannot tell defenses apart"
+        return Recommendation(None, f"No recommendation: {weak}.")
     held = [d for d in audited if d.verdict in (NO_LEAK, UNREFUTED)]
     if not held:
         if all(d.verdict == LEAKS for d in audited):
             which = "The audited defense leaks" if len(audited) == 1 else f"All {len(audited)} audited defenses leak"
             return Recommendation(None, f"{which}. None can be recommended on this evidence.")
         return Recommendation(None, "No recommendation: every audited defense either leaks or could not be judged.")
-    costed = [d for d in held if d.loss is not None]
-    if costed:
+    if costed := [d for d in held if d.loss is not None]:
         best = min(costed, key=lambda d: (d.loss, d.verdict != NO_LEAK, d.overhead or math.inf))
         why = _among(held, "the least accuracy loss")
         unpriced = [d.spec for d in held if d.loss is None]
         rest = f" Its rivals without a measured cost: {listing(unpriced)}." if unpriced else ""
         return Recommendation(best, f"{best.spec} {why}. {cost(summary, best)}{rest}{_weak(best)}")
-    signed = [d for d in held if d.cosine is not None]
-    if signed:
-        best = max(signed, key=lambda d: (d.cosine, d.verdict == NO_LEAK))
+    if compared := [d for d in held if d.cosine is not None]:
+        best = max(compared, key=lambda d: (d.cosine, d.verdict == NO_LEAK))
         why = _among(held, f"the smallest change to the update (gradient cosine {digits(best.cosine)})")
         return Recommendation(best, f"{best.spec} {why}. Its cost in accuracy was not measured.{_weak(best)}")
     names = listing(d.spec for d in held)
@@ -213,16 +205,14 @@ def cost(summary: Summary, defense: DefenseRow) -> str:
     if defense.loss is None:
         return "Its cost in accuracy was not measured."
     clean = summary.control.accuracy if summary.control else None
-    if defense.loss > 0:
-        parts = [f"It costs {digits(defense.loss, 1)}% of the accuracy"]
-    else:
-        parts = ["It costs no accuracy in this measurement"]
+    some = f"{digits(defense.loss, 1)}% of the accuracy"
+    text = f"It costs {some if defense.loss > 0 else 'no accuracy in this measurement'}"
     if defense.accuracy is not None:
         against = f" instead of {percent(clean, 1)} undefended" if clean is not None else ""
-        parts.append(f" ({percent(defense.accuracy, 1)}{against})")
+        text += f" ({percent(defense.accuracy, 1)}{against})"
     if defense.overhead is not None:
-        parts.append(f" and a round takes {digits(defense.overhead, 1)} times as long")
-    return "".join(parts) + "."
+        text += f" and a round takes {digits(defense.overhead, 1)} times as long"
+    return f"{text}."
 
 
 def assessment(summary: Summary) -> str:
@@ -236,18 +226,14 @@ def assessment(summary: Summary) -> str:
     ]
     if summary.control is not None:
         sentences.append(f"Without a defense, {recovered(summary.control)}.")
-    if choice.defense is not None:
-        sentences.append(
-            f"With the defense {choice.defense.spec}, {recovered(choice.defense)}{_bound(choice.defense)}."
-        )
-        sentences.append(f"Verdict: {choice.defense.verdict}. {cost(summary, choice.defense)}{_weak(choice.defense)}")
+    if best := choice.defense:
+        sentences.append(f"With the defense {best.spec}, {recovered(best)}{_bound(best)}.")
+        sentences.append(f"Verdict: {best.verdict}. {cost(summary, best)}{_weak(best)}")
     else:
         sentences.append(choice.text)
-    sentences.append(
-        "Residual risk: the finding is bound to this scope, and attacks can show a leak but never that there is none. "
-        f"Not tested: {'; '.join(not_tested(summary))}."
-    )
-    sentences.append(
-        "The measurement should be repeated when the model, the data, the training or the defense changes."
-    )
+    sentences += [
+        "Residual risk: the finding is bound to this scope, and attacks can show a leak but never that there is none.",
+        f"Not tested: {'; '.join(not_tested(summary))}.",
+        "The measurement should be repeated when the model, the data, the training or the defense changes.",
+    ]
     return " ".join(sentences)

@@ -52,6 +52,11 @@ def is_temporary(name: str, target: str | None = None) -> bool:
     return match is not None and (target is None or match[1] == _prefix(target))
 
 
+def contents(folder: Path) -> set[str]:
+    """The names in a folder, without the lock and the temporary files."""
+    return {path.name for path in folder.iterdir() if path.name != LOCK and not is_temporary(path.name)}
+
+
 def remove_leftovers(folder: Path, target: str | None = None) -> None:
     """Remove the temporary files of writers that were killed, and nothing else. The caller holds the folder's lock."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():

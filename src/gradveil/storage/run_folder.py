@@ -23,7 +23,7 @@ from gradveil import __version__
 from gradveil.core.errors import UserError
 from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Status, StorableText
 from gradveil.core.types import Tensors
-from gradveil.storage.files import LOCK, alone_in, is_temporary, remove_leftovers, write_tensors, write_text
+from gradveil.storage.files import alone_in, contents, remove_leftovers, write_tensors, write_text
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 M = TypeVar("M", bound=BaseModel)
@@ -141,9 +141,8 @@ class RunFolder:
             raise UserError(f"{self.path} is a file; --out names a folder.")
         environment = self.environment  # written before audit.yaml
         if environment is None or not (self.path / "audit.yaml").is_file():
-            # A run that was killed as it began leaves at most these.
-            started = {LOCK, "environment.json"} if environment else {LOCK}
-            if any(p.name not in started and not is_temporary(p.name) for p in self.path.iterdir()):
+            # A run that was killed as it began leaves at most this file.
+            if contents(self.path) - ({"environment.json"} if environment else set()):
                 raise UserError(f"{self.path} is not empty and holds no audit; choose another --out.")
             return
         try:
