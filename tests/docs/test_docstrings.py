@@ -16,9 +16,11 @@ from gradveil import metrics
 from gradveil.core.settings import Registry
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
+from gradveil.metrics.registry import registered
 from gradveil.models import MODELS, build
 
-PUBLIC_FUNCTIONS = [name for name in metrics.__all__ if inspect.isfunction(getattr(metrics, name))]
+MEASURES = {metric.name: metric.measure for metric in registered()}
+PUBLIC = {name: getattr(metrics, name) for name in metrics.__all__ if inspect.isfunction(getattr(metrics, name))}
 
 
 def section(text: str, title: str) -> list[str]:
@@ -97,7 +99,6 @@ def test_a_defense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(defenses[name], defenses, run)
 
 
-@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
-def test_a_metric(name: str) -> None:
-    function = getattr(metrics, name)
+@pytest.mark.parametrize("function", (MEASURES | PUBLIC).values(), ids=MEASURES | PUBLIC)
+def test_a_metric(function: Callable[..., object]) -> None:
     assert arguments(inspect.getdoc(function) or "") == list(inspect.signature(function).parameters)
