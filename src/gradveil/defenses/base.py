@@ -78,7 +78,10 @@ class Step:
 
 
 class Defense:
-    """Base class. Subclasses are `@settings` dataclasses registered with `@defense(name)`."""
+    """Base class. Subclasses are `@settings` dataclasses registered with `@defense(name)`.
+
+    `batch.x` is n × C × H × W in [0, 1]; `tensors` has the names and shapes of the trained parameters.
+    """
 
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1  # raised when the results change
