@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import beta
+from scipy.special import betaincinv
 from torch import Tensor
 
 from gradveil.core.randomness import generator
@@ -130,8 +130,8 @@ def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float,
     if not 0 <= hits <= n:
         raise ValueError(f"{hits} hits in {n} trials")
     tail = (1 - confidence) / 2
-    low = float(beta.ppf(tail, hits, n - hits + 1)) if hits > 0 else 0.0
-    high = float(beta.ppf(1 - tail, hits + 1, n - hits)) if hits < n else 1.0
+    low = float(betaincinv(hits, n - hits + 1, tail)) if hits > 0 else 0.0
+    high = float(betaincinv(hits + 1, n - hits, 1 - tail)) if hits < n else 1.0
     return low, high
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from gradveil import attacks, defenses
@@ -200,6 +199,8 @@ class ScoreCorrelation(AtsMeasurement):
         groups = {f"policies from {i + 1}": drawn[i : i + POLICIES_AT_ONCE] for i in starts}
         rows = [row for group in bench.each(groups, measure).values() for row in group]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
+        from scipy.stats import pearsonr, spearmanr  # takes two seconds to import
+
         scores = columns.pop("score")
         values: Values = {"policies": Value(self.policies), "score": Value.of(scores), "none": Value(0.0)}
         for name, numbers in columns.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, t
+from scipy.special import ndtri, stdtrit
 
 CLEAR = 0.05  # one minus the level of the intervals
 
@@ -32,7 +32,7 @@ def interval(
 def paired_means(differences: Floats) -> tuple[float, float]:
     """Student's interval of the mean difference."""
     n = len(differences)
-    half = t.ppf(1 - CLEAR / 2, n - 1) * differences.std(ddof=1) / math.sqrt(n)
+    half = stdtrit(n - 1, 1 - CLEAR / 2) * differences.std(ddof=1) / math.sqrt(n)
     return float(differences.mean() - half), float(differences.mean() + half)
 
 
@@ -42,7 +42,7 @@ def two_means(a: Floats, b: Floats) -> tuple[float, float]:
     if not sum(parts):
         return float(b.mean() - a.mean()), float(b.mean() - a.mean())
     freedom = sum(parts) ** 2 / sum(p**2 / (len(x) - 1) for p, x in zip(parts, (a, b), strict=True))
-    half = t.ppf(1 - CLEAR / 2, freedom) * math.sqrt(sum(parts))
+    half = stdtrit(freedom, 1 - CLEAR / 2) * math.sqrt(sum(parts))
     return float(b.mean() - a.mean() - half), float(b.mean() - a.mean() + half)
 
 
@@ -50,7 +50,7 @@ def paired_shares(differences: Floats) -> tuple[float, float]:
     """Bonett and Price's interval: the shares that changed either way, each with one more added. Holds for few too."""
     n = len(differences) + 2
     up, down = ((differences > 0).sum() + 1) / n, ((differences < 0).sum() + 1) / n
-    half = norm.ppf(1 - CLEAR / 2) * math.sqrt((up + down - (up - down) ** 2) / n)
+    half = ndtri(1 - CLEAR / 2) * math.sqrt((up + down - (up - down) ** 2) / n)
     return max(-1.0, float(up - down - half)), min(1.0, float(up - down + half))
 
 
@@ -58,5 +58,5 @@ def two_shares(a: Floats, b: Floats) -> tuple[float, float]:
     """Agresti and Caffo's interval: one hit and one miss added to each group. Holds for few too."""
     n, m = len(a) + 2, len(b) + 2
     p, q = (a.sum() + 1) / n, (b.sum() + 1) / m
-    half = norm.ppf(1 - CLEAR / 2) * math.sqrt(p * (1 - p) / n + q * (1 - q) / m)
+    half = ndtri(1 - CLEAR / 2) * math.sqrt(p * (1 - p) / n + q * (1 - q) / m)
     return max(-1.0, float(q - p - half)), min(1.0, float(q - p + half))
