@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
-from gradveil.auditing.plan import make_plan
+from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.progress import Display
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
@@ -37,28 +38,39 @@ class Stopped(KeyboardInterrupt):
 def run_audit(case: Case, execution: Execution | None = None, display: Display | None = None) -> FinishedRun:
     """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process."""
     begun, execution = time.perf_counter(), execution or Execution()
-    memory, ray = execution.memory_bytes, execution.ray
-    if ray is not None and not case.spec.in_words:
+    if execution.ray is not None and not case.spec.in_words:
         needs = "data, model and methods by name or as pkg.mod:factory"
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
-    plan, shown = make_plan(case), display or Display()
+    plan = make_plan(case)
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
-        left = [cell for cell in plan if folder.read(cell.key) is None]
-        shown.start(len(plan), len(plan) - len(left))
-        workers = cores() if execution.workers is None else execution.workers
-        workers = workers if case.spec.in_words else 0
-        share = memory if ray is not None else share_of_memory(memory, workers)
-        limits = Limits(share, find_device(execution.device))
-        try:
-            run_cells(left, case, folder, shown, limits, workers=workers, ray=ray)
-        except KeyboardInterrupt:
-            done = sum(folder.read(cell.key) is not None for cell in plan)
-            raise Stopped(folder.path, done, len(plan)) from None
-        finally:
-            shown.stop()
+        missing = [cell for cell in plan if folder.read(cell.key) is None]
+        complete(plan.cells, missing, case, folder, execution, display or Display())
         summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
         folder.finish(summary, time.perf_counter() - begun)
     return FinishedRun(folder.path, summary)
+
+
+def complete(
+    cells: Sequence[Cell],
+    missing: Sequence[Cell],
+    case: Case,
+    folder: RunFolder,
+    execution: Execution,
+    display: Display,
+) -> None:
+    """Do the missing ones of these cells. Ctrl-C keeps what is done and says how much that is."""
+    display.start(len(cells), len(cells) - len(missing))
+    memory, workers = execution.memory_bytes, cores() if execution.workers is None else execution.workers
+    workers = workers if case.spec.in_words else 0
+    share = memory if execution.ray is not None else share_of_memory(memory, workers)
+    limits = Limits(share, find_device(execution.device))
+    try:
+        run_cells(missing, case, folder, display, limits, workers=workers, ray=execution.ray)
+    except KeyboardInterrupt:
+        done = sum(folder.read(cell.key) is not None for cell in cells)
+        raise Stopped(folder.path, done, len(cells)) from None
+    finally:
+        display.stop()
 
 
 def default_folder(case: Case) -> Path:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gradveil import attacks as attack_methods
@@ -21,6 +20,7 @@ from gradveil.core.settings import first_error
 from gradveil.core.types import Level
 from gradveil.defenses.base import Defense
 from gradveil.federation import FederationPlan
+from gradveil.storage.files import read_yaml
 
 SUITE = "standard"
 CONTROL = "none"
@@ -152,12 +152,7 @@ def make_spec(values: Mapping[str, object], cls: type[AuditSpec] = AuditSpec) ->
 
 def read_spec(file: Path, cls: type[AuditSpec] = AuditSpec, **above: object) -> AuditSpec:
     """The spec of a YAML file; the settings `above` replace its own."""
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: {(error.strerror or 'cannot be read').lower()}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not YAML ({' '.join(str(error).split())}).") from None
+    values = read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: an audit is written as `key: value` lines; there are: {', '.join(cls.model_fields)}.")
     values = {str(key).replace("-", "_"): value for key, value in values.items()}

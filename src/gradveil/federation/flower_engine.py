@@ -49,13 +49,6 @@ _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-# Flower passes these on as the options of its actors: an actor that died is started again.
-_ACTOR_OPTIONS: dict[str, ConfigRecordValues] = {
-    "num_cpus": 1,
-    "num_gpus": 0.0,
-    "max_restarts": -1,
-    "max_task_retries": 0,
-}
 _MAX_ACTORS = 8
 _PAUSE = 0.05  # seconds between two requests for replies
 _GRACE = 10  # seconds beyond the deadline, which clients keep by themselves unless they hang
@@ -99,7 +92,10 @@ def simulate(
         _start_ray(max(2, min(cores(), plan.sampled or plan.clients, _MAX_ACTORS)))
         try:
             clients = _client_app(ray.put(participants), plan.deadline, Path(started))
-            run_simulation(app, clients, plan.clients, backend_config={"client_resources": _ACTOR_OPTIONS})
+            # Flower passes these on as the options of its actors: an actor that died is started again.
+            resources: dict[str, ConfigRecordValues] = {"num_cpus": 1, "num_gpus": 0.0}
+            resources |= {"max_restarts": -1, "max_task_retries": 0}
+            run_simulation(app, clients, plan.clients, backend_config={"client_resources": resources})
         finally:
             stopped.set()  # otherwise the server's thread outlives an interrupted simulation
             ray.shutdown()

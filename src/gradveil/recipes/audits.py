@@ -8,11 +8,10 @@ from pathlib import Path
 
 from gradveil import attacks, defenses
 from gradveil.auditing.case import Case
-from gradveil.auditing.limits import Limits
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.progress import Display
-from gradveil.auditing.run import Stopped
-from gradveil.auditing.workers import run_cells
+from gradveil.auditing.run import complete
 from gradveil.core.errors import UserError
 from gradveil.core.results import Statistic
 from gradveil.core.types import Tensors
@@ -51,19 +50,12 @@ class RecipeAudit:
         by = f" from {attack}" if attack else ""
         raise UserError(f"audit {cell.audit} has no cell for {cell.metric} under {cell.defense}{by}.")
 
-    def complete(self, cells: Iterable[TableCell], workers: int, display: Display, limits: Limits) -> float:
+    def complete(self, cells: Iterable[TableCell], execution: Execution, display: Display) -> float:
         """Do what is not stored yet. Returns the seconds that all of these cells took, now or earlier."""
         keys = {key for cell in cells for key in self._with_needs(self.key_of(cell))}
         ordered = [cell for key, cell in self._plan.items() if key in keys]
         missing = [cell for cell in ordered if not self._is_stored(cell)]
-        display.start(len(ordered), len(ordered) - len(missing))
-        try:
-            run_cells(missing, self.case, self.folder, display, limits, workers=workers)
-        except KeyboardInterrupt:
-            done = sum(self.folder.read(cell.key) is not None for cell in ordered)
-            raise Stopped(self.folder.path, done, len(ordered)) from None
-        finally:
-            display.stop()
+        complete(ordered, missing, self.case, self.folder, execution, display)
         return sum(self.folder.outcome(cell.key).seconds or 0.0 for cell in ordered)
 
     def _with_needs(self, key: str) -> Iterator[str]:

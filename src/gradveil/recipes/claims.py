@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
 Position = tuple[str, str]  # row and column of a cell
@@ -60,20 +60,16 @@ def accuracy_value(share: float, images: int) -> Value:
 Table = Mapping[Position, Value]
 
 
-class JudgedClaim(BaseModel):
+class JudgedClaim(BaseModel, extra="forbid", frozen=True):
     """A claim with its verdict and the figures that decided."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     claim: str
     verdict: ClaimVerdict
     figures: str
 
 
-class Claim(BaseModel):
+class Claim(BaseModel, extra="forbid", frozen=True):
     """One statement about the cells of a table."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: str = ""  # a condition needs none
     order: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from gradveil import attacks, defenses
@@ -51,10 +51,8 @@ class Workload:
     attack: str = ""
 
 
-class Measurement(BaseModel):
+class Measurement(BaseModel, extra="forbid", frozen=True):
     """The settings of a measurement, and how it is taken."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str
     data: str

@@ -12,10 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     TypeAdapter,
@@ -25,9 +23,10 @@ from pydantic import (
 )
 
 from gradveil.auditing.spec import CONTROL, SUITE, AuditSpec, make_spec
-from gradveil.core.errors import UserError, one_line, unknown
+from gradveil.core.errors import UserError, unknown
 from gradveil.recipes.claims import Claim, Position
 from gradveil.recipes.measures import AnyMeasurement
+from gradveil.storage.files import read_yaml
 
 Scale = Literal["cpu", "paper"]
 SCALES: tuple[Scale, ...] = ("cpu", "paper")
@@ -52,10 +51,8 @@ Printed = int | float | tuple[int | float, int | float] | None  # a number, or m
 T = TypeVar("T")
 
 
-class TableCell(BaseModel):
+class TableCell(BaseModel, frozen=True):
     """One number of a table: from a cell of an audit, or from a measurement."""
-
-    model_config = ConfigDict(frozen=True)
 
     audit: str = ""
     defense: str = CONTROL
@@ -80,7 +77,7 @@ class TableCell(BaseModel):
         return int(text) if text else None
 
 
-class Picture(BaseModel):
+class Picture(BaseModel, extra="forbid", frozen=True):
     """A row of pictures: the private images, the images that were fed, or their reconstructions."""
 
     label: str
@@ -91,16 +88,12 @@ class Picture(BaseModel):
 class ScatterChart(BaseModel):
     """A chart: two rows of the table against each other, one panel per column."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     across: str
     up: str
 
 
-class Recipe(BaseModel):
+class Recipe(BaseModel, extra="forbid", frozen=True):
     """The content of a YAML file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     title: str
@@ -147,10 +140,6 @@ class Recipe(BaseModel):
                 if row not in self.rows or column not in self.columns:
                     raise ValueError(f"claim '{claim.text}' names {row} | {column}, which the table has not")
         return self
-
-    @property
-    def paper(self) -> str:
-        return self.name.partition("/")[0]
 
     def at(self, scale: Scale) -> Scaled:
         return Scaled(self, scale)
@@ -275,12 +264,7 @@ def load(name: str) -> Recipe:
     file = ROOT / f"{name}.yaml" if ours else Path(name)
     if file.suffix not in (".yaml", ".yml"):
         raise unknown("recipe", name, all_names(), hint="`gradveil reproduce --list` shows all.")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: {(error.strerror or 'cannot be read').lower()}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not YAML ({one_line(error)}).") from None
+    values = read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: a recipe is written as `key: value` lines.")
     try:

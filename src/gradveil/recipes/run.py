@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from gradveil import __version__
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import one_thread
-from gradveil.auditing.limits import Limits, find_device, share_of_memory
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import Stopped, identity_of
 from gradveil.core.hashing import short_hash
@@ -47,7 +47,7 @@ def run_recipe(
 ) -> RecipeResult:
     """Fill the table of a recipe and judge its claims. The result is also written to `out`."""
     scaled, began, seconds = recipe.at(scale), time.perf_counter(), 0.0
-    limits = Limits(share_of_memory(None, max(workers, 1)), find_device(device))
+    execution = Execution(workers=workers, device=device)
     table: Measured = {}
     audits: dict[str, RecipeAudit] = {}
     for name, spec in scaled.specs.items():
@@ -61,7 +61,7 @@ def run_recipe(
         table |= dict.fromkeys(empty, "not run")
         with SharedFolder(out / "cases" / case.id).opened(identity_of(case)) as folder:
             audit = audits[name] = RecipeAudit(case, folder)
-            seconds += audit.complete(cells - empty, workers, display(), limits)
+            seconds += audit.complete(cells - empty, execution, display())
             table |= {cell: audit.value(cell) for cell in cells - empty}
     for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
         say(f"{recipe.name}: {name}")

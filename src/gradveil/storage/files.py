@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -114,6 +115,17 @@ def alone_in(folder: Path, what: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def read_yaml(file: Path) -> object:
+    """The content of a YAML file, or one clear line."""
+    try:
+        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return content
+    except OSError as error:
+        raise UserError(f"{file}: {(error.strerror or 'cannot be read').lower()}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not YAML ({one_line(error)}).") from None
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:
