@@ -42,7 +42,7 @@ LR, MOMENTUM, DECAY, TRAIN_BATCH = 0.05, 0.9, 5e-4, 50  # LODA's retraining, wit
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlannedWork:
     """Work of a measurement, for a plan: images to learn from, to obscure, to take the gradient of, or to attack."""
 
     kind: WorkKind
@@ -61,7 +61,7 @@ class Measurement(BaseModel, extra="forbid", frozen=True):
     def take(self, bench: Bench) -> Values:
         raise NotImplementedError
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         """What there is to do, from the number of private images."""
         return []
 
@@ -78,12 +78,12 @@ class AtsMeasurement(Measurement):
     victims: int = 1
     share: float = 0.1  # of the private images, to train on
 
-    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[Workload]:
+    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[PlannedWork]:
         """The training, the scores of so many policies, and the attacks under so many policies."""
         return [
-            Workload("training", self.model, round(self.share * private) * self.epochs),
-            Workload("gradients", self.model, scored * self.images * Search().points),
-            *(Workload("attacks", self.model, attacked * self.victims, attack) for attack in attacks),
+            PlannedWork("training", self.model, round(self.share * private) * self.epochs),
+            PlannedWork("gradients", self.model, scored * self.images * Search().points),
+            *(PlannedWork("attacks", self.model, attacked * self.victims, attack) for attack in attacks),
         ]
 
 
@@ -150,7 +150,7 @@ class GradientSimilarity(AtsMeasurement):
                 values[f"{label} {place:.1f}"] = Value.of(curve[:, round(place * last)].tolist())
         return values
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         return self._workloads(private, len(self.policies))
 
 
@@ -167,7 +167,7 @@ class FunctionScores(AtsMeasurement):
         ranked = sorted((name for name in areas if name != "none"), key=lambda name: values[name].mean)
         return values | {f"rank of {name}": Value(1.0 + ranked.index(name)) for name in ranked}
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         return self._workloads(private, 1 + FUNCTIONS)
 
 
@@ -208,7 +208,7 @@ class ScoreCorrelation(AtsMeasurement):
             values[name] = Value.of(numbers)
         return values
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         return self._workloads(private, self.policies, self.policies, [self.attack])
 
 
@@ -240,7 +240,7 @@ class LayerSimilarity(AtsMeasurement):
         results = bench.each(pieces, compare).values()
         return {name: Value.of(cosines) for result in results for name, cosines in result.items()}
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         attacks = [self.attack.format(steps=steps) for steps in self.steps]
         return self._workloads(private, 0, len(self.policies), attacks)
 
@@ -273,14 +273,14 @@ class ObscuredAccuracy(Measurement):
         pieces = {f"{label} {name}": (self.trained_on[label], self.models[name]) for label, name in labels}
         return {name: accuracy_value(share, len(data.test)) for name, share in bench.each(pieces, measure).items()}
 
-    def work(self, private: int) -> list[Workload]:
+    def work(self, private: int) -> list[PlannedWork]:
         """A step of obscuring is one pass through the public network, which is about as large as `cnn`."""
         images, methods = min(private, self.images), [defenses.parse(text) for text in self.trained_on.values()]
         crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
         learned = len(methods) * images * self.epochs
         return [
-            Workload("obscuring", "cnn", crafted),
-            *(Workload("training", m, learned) for m in self.models.values()),
+            PlannedWork("obscuring", "cnn", crafted),
+            *(PlannedWork("training", m, learned) for m in self.models.values()),
         ]
 
 
