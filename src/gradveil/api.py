@@ -1,7 +1,5 @@
 """The Python entry points that need all of the package: `gradveil.audit` and `gradveil.compare`."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import weakref

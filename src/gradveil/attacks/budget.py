@@ -1,7 +1,5 @@
 """What an attack costs: how long it may work by its budget, and what one row of its batch takes in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

@@ -4,8 +4,6 @@ For one image, the bias gradient of a fully connected layer is the signal δ at 
 So a = ∇Wᵀδ/‖δ‖² is the layer's input and Wᵀδ the signal at it, whatever comes after: loss, label, or a random draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 

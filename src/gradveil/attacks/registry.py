@@ -1,7 +1,5 @@
 """Attacks by name: `@attack("ig")` puts one in, `parse` reads `ig:steps=2000,tv=1e-3`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import TypeVar

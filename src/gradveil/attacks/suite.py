@@ -5,8 +5,6 @@ priors from the budget `standard` on. A defense, or a part of one, for which nob
 that need no insight. Attacks are batched over victims, so every attack sees all of them.
 """
 
-from __future__ import annotations
-
 from gradveil.attacks.base import Budget
 from gradveil.attacks.registry import registry
 from gradveil.defenses.base import Defense

@@ -1,7 +1,5 @@
 """Attack an update that was captured elsewhere. No truth is needed: rebuilt images are judged by how they explain it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The ground an audit stands on: data, model, training state, victims and local training."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import cached_property

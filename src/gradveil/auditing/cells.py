@@ -1,7 +1,5 @@
 """What each kind of cell computes. The same case and key give the same numbers in any process."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

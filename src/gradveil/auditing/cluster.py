@@ -5,8 +5,6 @@ by the same code as in a local run. Ray runs the tasks of a node that dies again
 for a while, the audit ends, and the same command goes on from what is finished.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

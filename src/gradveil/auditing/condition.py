@@ -3,8 +3,6 @@
 The grammar is Python's; a small part of it is read, and nothing is ever executed.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Random numbers are drawn on the CPU, so that the starts are the same everywhere,
 is made on the device.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

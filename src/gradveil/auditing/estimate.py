@@ -1,7 +1,5 @@
 """How long the cells of a plan may take: one iteration is timed on the model at hand, the rest is reckoned."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What an audit may use: memory and a device."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

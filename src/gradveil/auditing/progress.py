@@ -1,7 +1,5 @@
 """What a person sees while an audit runs: bars on a terminal, a line for each finished cell elsewhere, or nothing."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

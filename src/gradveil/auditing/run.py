@@ -1,7 +1,5 @@
 """From a case to a finished folder: what is stored already is taken, the rest is done, and all of it is judged."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A verdict rests on identification, which has a known chance, and never says more than the attacks have shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

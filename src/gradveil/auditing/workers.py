@@ -1,7 +1,5 @@
 """Who does the cells: worker processes, a Ray cluster, or this process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

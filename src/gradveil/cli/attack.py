@@ -1,7 +1,5 @@
 """`gradveil attack`: what an update that was captured elsewhere gives away."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

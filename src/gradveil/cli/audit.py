@@ -1,7 +1,5 @@
 """`gradveil audit`: what can be rebuilt from the updates, under every defense and attack."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

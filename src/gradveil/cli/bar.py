@@ -1,7 +1,5 @@
 """A progress bar on the error stream of a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """`gradveil list [KIND]`: what there is, one line each; without a kind, all of it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Annotated

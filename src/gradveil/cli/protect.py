@@ -1,7 +1,5 @@
 """`gradveil protect`: a protected copy of an image data set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

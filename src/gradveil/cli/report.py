@@ -1,7 +1,5 @@
 """`gradveil report RUN`: the table and the page of a stored run, made anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

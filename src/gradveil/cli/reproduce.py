@@ -1,7 +1,5 @@
 """`gradveil reproduce`: a paper's table, run here, beside the published numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`gradveil search`: an ATS policy for your data and model, saved for use as `ats:policy=FILE`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

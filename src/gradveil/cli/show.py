@@ -1,7 +1,5 @@
 """`gradveil show NAME`: what a method is, whose idea it is, its settings with bounds and defaults, and an example."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

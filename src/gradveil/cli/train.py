@@ -1,7 +1,5 @@
 """`gradveil train`: federated training under a defense, and what it costs in accuracy and time."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

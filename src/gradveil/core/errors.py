@@ -1,7 +1,5 @@
 """The one exception a user should ever see: a single line that says what was wrong and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import reprlib
 from collections.abc import Iterable, Sequence

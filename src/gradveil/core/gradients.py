@@ -4,8 +4,6 @@
 victims, and a loop over them for models that do not vmap. vmap is taken only after it has agreed with the loop on a probe.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Literal

@@ -1,7 +1,5 @@
 """Hashes of what results depend on: plain values, tensors, and users' code."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

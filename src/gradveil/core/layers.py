@@ -1,7 +1,5 @@
 """The inputs of single layers during a forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn

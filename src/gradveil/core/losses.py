@@ -4,8 +4,6 @@ A loss is a function of (outputs, targets) that gives a single number. Targets a
 multi-label and regression ones one row of numbers per image.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rebuilt images as a notebook shows them: a strip of pictures with its numbers below, in one piece of HTML."""
 
-from __future__ import annotations
-
 import base64
 import io
 from html import escape

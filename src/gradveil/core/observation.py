@@ -4,8 +4,6 @@ An `Observation` is built only from what the server really receives, copied; not
 What an adversary is granted beyond that is in its `Knowledge`, and only there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar

@@ -1,7 +1,5 @@
 """How typed settings are written on a command line: one option per field, and the fields of a nested class with a prefix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin

@@ -4,8 +4,6 @@ The settings of a method are the fields of a frozen dataclass made by `@settings
 `Field(ge=…, le=…)`), with the paper's value as the default. The text form is the same for defenses, attacks and models.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re

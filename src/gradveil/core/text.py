@@ -1,7 +1,5 @@
 """Words for people: one line without control characters, counted nouns, lists."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -1,7 +1,5 @@
 """The data sets that have a name: what they hold, how published work normalizes them, where their files are."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A data set as an audit uses it: three disjoint parts and the constants that normalize them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """From a source to a data set: read, check, reduce, resize, split, and only then turn bytes into floats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """One way to make images square and of one size, whatever their source."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch.nn.functional import interpolate

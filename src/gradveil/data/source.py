@@ -1,7 +1,5 @@
 """The meaning of a data source: a name, a path, `torchvision:NAME`, `pkg.mod:factory` or an object; and its settings."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Splitting a data set into private, public and test parts, stratified by class, with no image in two of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection

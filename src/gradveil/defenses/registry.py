@@ -1,7 +1,5 @@
 """Defenses by name: `@defense("prune", counters=[...])` puts one in, `parse` reads `dcs2+prune:ratio=0.7`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from gradveil.core.errors import UserError

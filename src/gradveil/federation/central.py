@@ -3,8 +3,6 @@
 It is FedSGD with one client, so the defense acts on every step as it does in an audit of single gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 of the same round, so that one rename replaces all of it. `history.json` is written after it, for programs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

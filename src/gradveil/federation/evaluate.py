@@ -1,7 +1,5 @@
 """How well a state does, in evaluation mode: which images it classifies correctly, and the loss of each."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Replies that a server must not average: clients that failed, and updates that are broken or absurdly large."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median

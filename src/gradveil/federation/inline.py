@@ -1,7 +1,5 @@
 """Federated training in this process: the clients of a round one after another."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Who holds which images: every image goes to exactly one client, and every client holds at least one."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import numpy as np

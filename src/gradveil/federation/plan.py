@@ -1,7 +1,5 @@
 """What a federation does, in numbers. Command-line options of `gradveil train` are made from these fields."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 

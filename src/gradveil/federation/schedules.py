@@ -1,7 +1,5 @@
 """How the learning rate changes from round to round: a factor on the first rate. Rounds are counted from 0."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from pydantic import Field

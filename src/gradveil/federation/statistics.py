@@ -5,8 +5,6 @@ same images once more, in mini-batches and at the weights that it sends, and rep
 BatchNorm layer. The server averages them. They leave the client beside the update, and no defense acts on them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm

@@ -1,7 +1,5 @@
 """The guess of an adversary without any update: mean images of public data. Only a higher score shows a leak."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gradveil.core.types import Batch, hard_labels

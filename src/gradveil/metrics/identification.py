@@ -4,8 +4,6 @@ Similarity is the absolute zero-mean normalised correlation over all channels an
 contrast nor a negative hides a match. The chance of a guess is known, so a rate is evidence; a PSNR is not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

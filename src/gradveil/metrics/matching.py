@@ -3,8 +3,6 @@
 An update does not contain the order of its batch, so an attack cannot know it.
 """
 
-from __future__ import annotations
-
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor

@@ -5,8 +5,6 @@ over channels; the squared differences are weighted by a learned head, averaged 
 The weights are read from `$GRADVEIL_DATA/lpips`. Without them the value is None.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from functools import lru_cache

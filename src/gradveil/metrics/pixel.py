@@ -1,7 +1,5 @@
 """Pixel by pixel: mean squared error and peak signal-to-noise ratio per image, in [0, 1]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Metrics by name: `@metric("psnr")` registers a function of true and rebuilt images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Scores: the only module that compares reconstructions with the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

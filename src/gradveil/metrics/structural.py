@@ -4,8 +4,6 @@ The definition is scikit-image's `structural_similarity(data_range=1, gaussian_w
 use_sample_covariance=False)`: 11 × 11 taps, averaged where the whole window lies inside the image, then over channels.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

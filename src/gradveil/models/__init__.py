@@ -1,7 +1,5 @@
 """Networks: those of the papers, by name; or a model of the user, as a module or as a function that returns one."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ called once per pass, parameters only in linear, convolution and batch-norm laye
 end.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

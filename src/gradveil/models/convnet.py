@@ -1,7 +1,5 @@
 """The ConvNet of Geiping et al. 2020 (inversefed), which Soteria, ATS and DCS2 use too."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import nn
 

@@ -1,7 +1,5 @@
 """DenseNet-121 (Huang et al. 2017) in its CIFAR form: a 3×3 stem without pooling, growth 32, compression one half."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Zhu et al. 2019 (DLG) introduce it and draw every weight and bias from U(−0.5,
 invert. iDLG, DCS2 (MNIST) and PRECODE use it too. The DLG test of Soteria and CPL add a fourth convolution.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Fully connected networks: two of PRECODE, and the one on which Balunović et al. break PRECODE."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import nn

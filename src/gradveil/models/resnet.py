@@ -1,7 +1,5 @@
 """Residual networks (He et al. 2016) in their CIFAR form: a 3×3 stem without pooling, 1×1 convolutions as shortcuts."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Small convolutional networks: of published attacks, of the Flower tutorial, and a plain one that trains well."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import nn

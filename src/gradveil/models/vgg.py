@@ -1,7 +1,5 @@
 """VGG-16 (Simonyan and Zisserman 2015) in its CIFAR form: batch norm, and one linear layer in place of three."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from gradveil.core.settings import settings

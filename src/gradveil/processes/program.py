@@ -3,8 +3,6 @@
 It ends when its input ends, so no worker outlives a parent that was killed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

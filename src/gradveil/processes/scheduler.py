@@ -4,8 +4,6 @@ A job starts when all that it needs has ended. A job whose worker dies or runs o
 fresh worker, and then given up with the reason. Whatever happens is told to a listener.
 """
 
-from __future__ import annotations
-
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 They are not forked or spawned, so a user's script needs no main guard, and no pickle passes between processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -5,8 +5,6 @@ resumes where it stopped, and the copy itself appears whole at the end or not at
 come from is stored in that folder too, and is removed with it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

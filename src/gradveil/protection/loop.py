@@ -1,7 +1,5 @@
 """Protection in a plain training loop: `shield.backward(x, y)` in place of `loss.backward()`."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import warnings

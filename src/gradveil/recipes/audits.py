@@ -1,7 +1,5 @@
 """The audits of a recipe: only the cells that its table needs, in a folder that all recipes share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a measurement is taken: in named pieces, each stored as soon as it is done, so that a stopped run resumes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

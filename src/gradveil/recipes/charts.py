@@ -1,7 +1,5 @@
 """A table as an SVG: rows as lines across its columns, or two rows against each other point by point."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import linear_regression
 from xml.sax.saxutils import escape

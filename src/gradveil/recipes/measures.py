@@ -4,8 +4,6 @@ A recipe names a measurement by `kind`; the other keys are its settings. A measu
 named pieces, so that a stopped run resumes with the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,7 +76,9 @@ class AtsMeasurement(Measurement):
     victims: int = 1
     share: float = 0.1  # of the private images, to train on
 
-    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[PlannedWork]:
+    def _workloads(
+        self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()
+    ) -> list[PlannedWork]:
         """The training, the scores of so many policies, and the attacks under so many policies."""
         return [
             PlannedWork("training", self.model, round(self.share * private) * self.epochs),

@@ -1,7 +1,5 @@
 """The pages of results, one per paper, and their index: our table, the published one, the claims, and what was reduced."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Iterator

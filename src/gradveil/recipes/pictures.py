@@ -1,7 +1,5 @@
 """Rows of images as one PNG: originals above, what an attack made of them below."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A step of matching, a gradient and a step of training are timed on the networks 
 is faster.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

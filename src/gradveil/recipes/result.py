@@ -1,7 +1,5 @@
 """What a recipe came to, as it is stored for the pages: its table, its claims, and where it was measured."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

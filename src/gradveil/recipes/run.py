@@ -1,7 +1,5 @@
 """A recipe run: its audits and measurements, and the result that the pages show."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

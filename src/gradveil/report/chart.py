@@ -1,7 +1,5 @@
 """Coordinates of the page's charts; the templates draw them as SVG, so that names are escaped in one place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ All text passes through an escaping template, no data stands inside a script, an
 but the one script that was written here, nor anything be fetched.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Where the true difference of two groups lies, at the level of 95%: of means, and of shares that are 0 or 1 each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

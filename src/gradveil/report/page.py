@@ -1,7 +1,5 @@
 """The one template environment of all pages: every value is escaped, and a missing one is an error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

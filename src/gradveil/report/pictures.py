@@ -4,8 +4,6 @@ A page must open at once even for fourteen defenses under twelve attacks, so all
 budget. When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence

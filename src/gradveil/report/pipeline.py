@@ -4,8 +4,6 @@ In both, a failure is a `--fail-if` condition that holds, so that they agree wit
 condition was set is told (a property, a warning), not failed: what is tolerable is for the user to say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET

@@ -1,7 +1,5 @@
 """The summary as a table for a terminal. It fits the width of the console; rich honours NO_COLOR."""
 
-from __future__ import annotations
-
 from rich import box
 from rich.console import Console
 from rich.table import Table

@@ -3,8 +3,6 @@
 A missing leak is never called more than that: attacks only ever show that something leaks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

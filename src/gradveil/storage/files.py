@@ -1,7 +1,5 @@
 """Writing so that a reader never sees half a file: to a private temporary file beside it, flushed, then renamed."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

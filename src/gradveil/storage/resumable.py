@@ -5,8 +5,6 @@ random streams and the number of steps, so that the result equals that of an uni
 removed when the network is stored. A checkpoint that is damaged or was written by other code is ignored.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import time

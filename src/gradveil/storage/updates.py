@@ -4,8 +4,6 @@ A file from outside is untrusted input. Its size is bounded, its tensors must be
 and shapes must be those of the model it belongs to. No pickle is ever loaded.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ images differ more, with thresholds at the quantiles of public images where ther
 The client receives the changed model and could see the block in it; the report names the tampering.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

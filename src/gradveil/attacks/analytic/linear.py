@@ -4,8 +4,6 @@ For one image ∇W = δ aᵀ and ∇b = δ, so a = ∇Wᵀδ/‖δ‖². Where t
 each row is a mixture of the images that switched its unit on: the rows with the largest signals are the guesses.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

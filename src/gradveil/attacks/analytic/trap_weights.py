@@ -5,8 +5,6 @@ only. A row that one image of the batch switched on gives that image exactly, by
 mixtures. Rows that agree with each other are rows of one image: the adversary keeps those first.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

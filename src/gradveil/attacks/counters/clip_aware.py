@@ -1,7 +1,5 @@
 """Against clipping: our update is clipped to the same norm before it is compared, so every distance fits again."""
 
-from __future__ import annotations
-
 import torch
 
 from gradveil.attacks import Target, attack

@@ -11,8 +11,6 @@ Many images fit nearly as well, so the likeliest by public images of the class i
 are N(0, 1). `prior=none` searches among all images, from grey, as the paper does, but by L-BFGS, not plain descent.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

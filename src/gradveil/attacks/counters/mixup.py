@@ -12,8 +12,6 @@
 All victims of one target belong to one client, as the group of their sightings says, and are decoded together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

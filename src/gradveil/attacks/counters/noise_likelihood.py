@@ -6,8 +6,6 @@ blurs; of the candidates the adversary keeps the smoothest whose misfit is no la
 (Morozov's discrepancy principle). It needs no truth, only the defense's settings.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

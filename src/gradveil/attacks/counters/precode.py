@@ -9,8 +9,6 @@
 On nets that begin with a fully connected layer the image is that layer's exact input; `precode-signal` reads it there.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack

@@ -3,8 +3,6 @@
 LODA and others mask a first-order cosine this way; the same mask under second-order steps is far stronger.
 """
 
-from __future__ import annotations
-
 from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import Insight
 from gradveil.attacks.matching.swift import SwiftCounter

@@ -10,8 +10,6 @@ most of all for critical parameters. So the private image nearly explains the up
    weight, and takes the weight that serves best there.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Which layer it is needs no secret: its weight gradient has columns of exact zeros.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gradveil.attacks import Target, attack

@@ -5,8 +5,6 @@ This one has 32 channels and is trained in minutes on one core: it need not plea
 near the private images.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from pathlib import Path

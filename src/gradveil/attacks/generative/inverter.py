@@ -11,8 +11,6 @@
 Nothing here needs a smooth net, small noise or complete updates, so it works where matching cannot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ It learns on decodings of public images that were left out of their own decoder,
 and it is believed only where it lowers the error on public images that it was not trained on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 The only assumption about the defense is that it can be run, so a user's class serves as well as a published one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ through the stages that see images, it goes straight through: forward as the def
 A defense that costs many rounds per step is refused.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

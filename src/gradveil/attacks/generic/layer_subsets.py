@@ -8,8 +8,6 @@ every tensor carries noise of an unknown size: with r = ‖g' − g‖² / ‖g�
 many digits says much, and a large layer more than a small one. So spoiled layers do not outvote whole ones.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

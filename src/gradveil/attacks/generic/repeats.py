@@ -4,8 +4,6 @@ Updates of one state are averaged entry by entry, over those sightings in which 
 next to other values was left out, not measured). The mean is matched. The attack needs no knowledge of the defense.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 All rules read the classifier: with cross entropy its bias gradient is mean(p − y), so present classes pull it below zero.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The published rules, each a function of the classifier's gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

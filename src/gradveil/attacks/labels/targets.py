@@ -5,8 +5,6 @@ is known: o = W a + b. The target y is the one that gives the signal: âˆ‚loss/âˆ
 and squared error are linear in y, and one step of Newton is exact; other losses take a few.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.func import grad, jacrev

@@ -4,8 +4,6 @@ Its public code steps L-BFGS by a fixed 1e-4 and signs the gradients inside it, 
 search, so these two are stronger than the paper's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ For an update that was noised, the distance is the likelihood of the noise: L2 f
 declares the size of its noise, which is no secret; without noise the likelihood is sharp and L2 remains.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ with the observed G is Σ_b δ_bᵀ G a_b and its squared size Σ_bc (δ_b·δ_c
 of millions of entries for every row, which on an MLP for 32×32 colour images is thirty times less memory to move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ The public code takes L-BFGS steps of fixed length and often diverges. Here ever
 gets several starts, chosen by the adversary's own residual. Pixels are those of the network's input.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from gradveil.attacks import Workload, attack

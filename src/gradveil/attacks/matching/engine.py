@@ -4,8 +4,6 @@ The adversary chooses among restarts by the residual alone (distance without pri
 not have.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

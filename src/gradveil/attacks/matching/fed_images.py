@@ -5,8 +5,6 @@ behind one gradient neither is needed: a fully connected layer gives away its ex
 `attacks/layers.py`), and together with the gradients of the layers before they fix the image.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

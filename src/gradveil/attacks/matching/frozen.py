@@ -6,8 +6,6 @@ first pass replayed in the second: the exact derivative does not see them change
 for steps by sign, and only where it has agreed with the exact route: at the first step, and now and then after it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ The authors' code is not public; the weights are those of the paper as others re
 of a group before averaging; here the mean is taken pixel by pixel. On nets without BatchNorm that term is zero.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from gradveil.attacks import Workload, attack

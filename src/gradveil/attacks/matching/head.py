@@ -3,8 +3,6 @@
 The layers before it are matched as a network by itself, whose loss is ⟨features, signal⟩.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 `paper` picks the settings another paper used for the same attack; the table below holds what differs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

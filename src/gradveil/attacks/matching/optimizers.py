@@ -4,8 +4,6 @@ First-order ones act on each entry, so a batch of rows is no different from one.
 for each row; rows that are done leave the batch, so that the slow ones do not pay for the fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What images are like before any update is seen. Each prior gives one number per row of images (rows × B × C × H × W)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

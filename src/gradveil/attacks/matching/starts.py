@@ -1,7 +1,5 @@
 """Where the search for an image begins, in the network's input space."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -16,8 +16,6 @@ global cosine on some initialisations, and the layer-relative L2 is ill-conditio
 Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: no step 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import ClassVar
 

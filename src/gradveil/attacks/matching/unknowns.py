@@ -1,7 +1,5 @@
 """What a search looks for: the images alone, or the images together with their labels. Optimisers see rows of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Readers, one per file format. Each recognizes a folder of its files and reads it; the first that does is used."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """CelebA: aligned faces in one folder, and a list of forty binary attributes, one of which is the label."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The published "python version" is pickled. Loading a pickle runs code, so it is refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

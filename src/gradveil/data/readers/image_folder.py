@@ -1,7 +1,5 @@
 """Folders of pictures, one sub-folder per class; `train` and `test` (or `val`) folders above them are the parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path

@@ -3,8 +3,6 @@
 One file may also hold the parts, as `train_images`, `train_labels`, `val_images` … (the layout of MedMNIST).
 """
 
-from __future__ import annotations
-
 import lzma
 import math
 import struct

@@ -1,7 +1,5 @@
 """Data in memory: (x, y) as tensors or arrays, or any map-style torch Dataset."""
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SVHN, cropped digits: MATLAB files with `X` (32 × 32 × 3 × n bytes) and `y` (digits; 10 stands for zero)."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from pathlib import Path

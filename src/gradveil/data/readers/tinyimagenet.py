@@ -1,7 +1,5 @@
 """Tiny ImageNet as published: training pictures by class, validation pictures by a list; the test part has no labels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Data sets of torchvision, by their class name, where torchvision is installed. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DP-SGD: bound the contribution of every single image to a gradient, then add noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """GradDefense: noise on random slices of the gradient, cut by the sensitivity of each layer."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

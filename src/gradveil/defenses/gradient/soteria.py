@@ -1,7 +1,5 @@
 """Soteria: prune the gradient of a fully connected layer where its input reveals the image most."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """PRECODE: a variational bottleneck before the classifier hides the features behind a random draw."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Literal

@@ -1,7 +1,5 @@
 """Clipping: scale the whole update down to a bounded norm. It is one half of DP-SGD, and many servers require it."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 

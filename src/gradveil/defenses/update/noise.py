@@ -3,8 +3,6 @@
 The published comparisons (DLG, ATS, DCS2, PRECODE) add it without clipping, so it gives no privacy guarantee.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """No defense: the control that every other defense is compared with."""
 
-from __future__ import annotations
-
 from gradveil.core.settings import settings
 from gradveil.defenses import Defense, defense
 

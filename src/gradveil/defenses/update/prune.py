@@ -1,7 +1,5 @@
 """Gradient pruning: send only the largest entries."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Quantization: send fewer bits per entry, as many federations do to save traffic."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

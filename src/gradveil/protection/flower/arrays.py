@@ -4,8 +4,6 @@ Every engine that moves arrays can be served by these: `protect_arrays` before t
 in, `save_arrays` where they arrive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path

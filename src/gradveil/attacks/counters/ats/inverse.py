@@ -4,8 +4,6 @@ Movements go back the same way, light is blended back, levels are mapped back. C
 range; pixels that left the picture are unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

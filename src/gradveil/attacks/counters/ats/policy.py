@@ -7,8 +7,6 @@
   the class is chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 

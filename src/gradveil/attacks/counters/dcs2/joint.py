@@ -12,8 +12,6 @@
 * `dcs2-average-start` is the paper's attack (Table 4): Inverting Gradients from the class mean of public images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -9,8 +9,6 @@ enlarged its part of the true gradient: s ≥ 1), solved by Levenberg–Marquard
 once. How the concealed image was crafted does not enter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

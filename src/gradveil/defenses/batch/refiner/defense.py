@@ -1,7 +1,5 @@
 """Refiner: send the gradient of other images, which train like the private ones and look like noise."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

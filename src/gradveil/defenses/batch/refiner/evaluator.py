@@ -5,8 +5,6 @@ gradient penalty, and gives no details. From such examples it learns brightness 
 as noise. So half of the images get other brightness and contrast, down to negatives and nearly flat images.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

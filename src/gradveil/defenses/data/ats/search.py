@@ -7,8 +7,6 @@ the sign of the accuracy score. The published threshold of −85 belongs to one 
 accuracy score is per image and relative to no transformation. Every candidate is scored, the first ones included.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ They are operations of AutoAugment as the library of the ATS authors lists them:
 image gives the same as its RGB copy. The library has probabilities, which it never uses: every function is applied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

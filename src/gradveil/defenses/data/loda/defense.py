@@ -1,7 +1,5 @@
 """LODA, learning to obscure data: train on images that look alike to a network and different to people."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ clients and adversaries with the same images have the same extractor. `alexnet` 
 LPIPS, read from `$GRADVEIL_DATA/lpips`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
