@@ -27,9 +27,7 @@ class Noise(Defense):
     random = True
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {
-            n: t.std() * torch.randn(t.shape, generator=step.rng) if t.numel() > 1 else t for n, t in tensors.items()
-        }
+        return {n: t.std() * torch.randn(t.shape, generator=step.rng) if t.numel() > 1 else t for n, t in tensors.items()}
 
 
 class Stranger(Defense):
@@ -58,9 +56,7 @@ def audit(seed: int, attacks: list[str], victims: int, data: str = "mnist-5k") -
     """The verdict on no defense and on each null defense."""
     import gradveil as gv
 
-    report = gv.audit(
-        data, "lenet", [kind() for kind in NULLS], attacks, victims=victims, seed=seed, workers=0, quiet=True
-    )
+    report = gv.audit(data, "lenet", [kind() for kind in NULLS], attacks, victims=victims, seed=seed, workers=0, quiet=True)
     return {d.spec: d.verdict for d in report.summary.defenses}
 
 

@@ -68,9 +68,7 @@ def main() -> None:
     private, pool = data.private[: options.images], data.pool()
 
     def trained_on(x: Tensor) -> float:
-        runs = [
-            accuracy(options.model, Batch(x, private.y), data, options.epochs, seed) for seed in range(options.seeds)
-        ]
+        runs = [accuracy(options.model, Batch(x, private.y), data, options.epochs, seed) for seed in range(options.seeds)]
         return sum(runs) / len(runs)
 
     rows: dict[str, dict[str, float]] = {"original images": {"accuracy": trained_on(private.x)}}
@@ -88,11 +86,7 @@ def main() -> None:
         obscured = torch.cat([method.obscure(x, begin, memory) for x, begin in parts])
         obscured = (obscured * 255).round() / 255
         cost = (time.process_time() - before) / len(private)
-        rows[method.spec] = {
-            "accuracy": trained_on(obscured),
-            **likeness(private, obscured, pool),
-            "seconds_per_image": cost,
-        }
+        rows[method.spec] = {"accuracy": trained_on(obscured), **likeness(private, obscured, pool), "seconds_per_image": cost}
         show(method.spec, rows[method.spec])
     if options.out:
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}

@@ -72,9 +72,7 @@ def card(name: str, summaries: list[Summary], out: Path) -> None:
         lines += ["## What the network is fed", "", f"![originals above, what {name} feeds below]({name}.png)", ""]
     lines += ["## What breaks it", ""]
     counters = ", ".join(f"`{c}`" for c in cls.counters)
-    lines += [
-        f"Counters: {counters}." if counters else "No counter is known: unrefuted, which is not the same as harmless."
-    ]
+    lines += [f"Counters: {counters}." if counters else "No counter is known: unrefuted, which is not the same as harmless."]
     lines += ["", "## Measured here", "", *(line for one in summaries for line in measured(name, one))]
     if name in PUBLISHED:
         lines += ["", f"Published: {PUBLISHED[name]}"]

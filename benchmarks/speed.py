@@ -66,11 +66,7 @@ class Net:
     steps: int
 
 
-NETS = (
-    Net("LeNet", "lenet", 16, 4, 150),
-    Net("ConvNet, width 64", "convnet", 2, 2, 10),
-    Net("ResNet18", "resnet18", 2, 2, 10),
-)
+NETS = (Net("LeNet", "lenet", 16, 4, 150), Net("ConvNet, width 64", "convnet", 2, 2, 10), Net("ResNet18", "resnet18", 2, 2, 10))
 
 
 class Peer:
@@ -236,9 +232,7 @@ def chosen(target: Target, x: Tensor) -> Tensor:
     return target.denormalize(x[pick, 0]).clamp(0, 1)
 
 
-def report(
-    costs: dict[Net, list[tuple[float, float]]], races: list[Race], data: DataSet, args: argparse.Namespace
-) -> str:
+def report(costs: dict[Net, list[tuple[float, float]]], races: list[Race], data: DataSet, args: argparse.Namespace) -> str:
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     named = "GRADVEIL_DATA=… " if args.data == "cifar10" else ""
     command = f"{named}python benchmarks/speed.py" + (" --quick" if args.quick else "")

@@ -74,8 +74,7 @@ def row(defense: DefenseRow) -> str:
 
 def each(defense: DefenseRow) -> list[str]:
     return [
-        f"| `{defense.spec}` | `{a.spec}` | {mean(a.psnr, 1)} | {mean(a.ssim, 2)} "
-        f"| {rate(a.identified)} | {a.seconds:.0f} |"
+        f"| `{defense.spec}` | `{a.spec}` | {mean(a.psnr, 1)} | {mean(a.ssim, 2)} | {rate(a.identified)} | {a.seconds:.0f} |"
         for a in defense.attacks
         if a.ok and a.against == "original"
     ]

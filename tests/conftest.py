@@ -80,9 +80,7 @@ def _observe_victims(
     return observations, traces
 
 
-def _matched(
-    measure: Callable[[Tensor, Tensor], Tensor], found: Sequence[Reconstruction], traces: Sequence[Trace]
-) -> Tensor:
+def _matched(measure: Callable[[Tensor, Tensor], Tensor], found: Sequence[Reconstruction], traces: Sequence[Trace]) -> Tensor:
     rows = []
     for reconstruction, trace in zip(found, traces, strict=True):
         truth = trace.original.x

@@ -93,11 +93,7 @@ def graph(source: Path) -> dict[str, set[str]]:
 def wrong_order(source: Path) -> set[str]:
     """`importer -> imported` for every import that does not point down."""
     edges = [(a, b) for a, targets in graph(source).items() for b in targets]
-    return {
-        f"{a} -> {b}"
-        for a, b in edges
-        if package_of(a) != package_of(b) and LEVEL[package_of(a)] <= LEVEL[package_of(b)]
-    }
+    return {f"{a} -> {b}" for a, b in edges if package_of(a) != package_of(b) and LEVEL[package_of(a)] <= LEVEL[package_of(b)]}
 
 
 def cycles(source: Path) -> set[str]:
@@ -153,17 +149,11 @@ def test_every_package_has_its_place() -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A tree of the same layout that keeps all rules."""
-    write(
-        tmp_path,
-        "__init__",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gradveil.api import audit\n",
-    )
+    write(tmp_path, "__init__", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gradveil.api import audit\n")
     write(tmp_path, "core.__init__", "")
     write(tmp_path, "core.types", "class Batch: ...\n")
     write(tmp_path, "data.__init__", "from gradveil.data.load import Dataset\n")
-    write(
-        tmp_path, "data.load", "from gradveil import __version__\nfrom ..core.types import Batch\nclass Dataset: ...\n"
-    )
+    write(tmp_path, "data.load", "from gradveil import __version__\nfrom ..core.types import Batch\nclass Dataset: ...\n")
     write(tmp_path, "models.__init__", "from gradveil.core import types\n")
     write(tmp_path, "api", "from gradveil.data import Dataset\ndef audit():\n    from gradveil import models\n")
     return tmp_path
@@ -207,18 +197,14 @@ def test_a_package_beside_and_the_root_point_up_too(small: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3, 5])
-def test_a_cycle_of_any_length_is_reported_though_an_import_inside_a_function_hides_it(
-    small: Path, length: int
-) -> None:
+def test_a_cycle_of_any_length_is_reported_though_an_import_inside_a_function_hides_it(small: Path, length: int) -> None:
     names = [f"gradveil.core.m{i}" for i in range(length)]
     for i, name in enumerate(names):
         write(small, name.removeprefix("gradveil."), f"def late():\n    import {names[(i + 1) % length]}\n")
     assert cycles(small) == {" <-> ".join(names)}
 
 
-@pytest.mark.parametrize(
-    "line", ["class Batch: ...", "Batch = dict[str, int]", "Batch: object = int", "def Batch(): ..."]
-)
+@pytest.mark.parametrize("line", ["class Batch: ...", "Batch = dict[str, int]", "Batch: object = int", "def Batch(): ..."])
 def test_a_second_public_class_of_one_name_is_reported(small: Path, line: str) -> None:
     write(small, "models.base", f"{line}\nclass _Batch: ...\n")
     write(small, "models.small", "class _Batch: ...\n")  # private names may be shared

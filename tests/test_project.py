@@ -41,21 +41,13 @@ def test_the_python_that_is_required_is_the_one_that_is_tested(project: dict) ->
     assert set(re.findall(r"Python (3\.\d+)", text("README.md"))) == {PYTHON}
     for workflow in (".github/workflows/ci.yml", "examples/ci/leakage.yml"):
         (job,) = yaml.safe_load(text(workflow))["jobs"].values()
-        assert [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")] == [
-            PYTHON
-        ]
+        assert [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")] == [PYTHON]
 
 
 def test_mypy_is_strict_and_no_module_is_left_out(project: dict) -> None:
     mypy = project["tool"]["mypy"]
     assert mypy["strict"] is True and mypy["files"] == ["src"]
-    weaker = {
-        "warn_unused_ignores",
-        "warn_return_any",
-        "disallow_untyped_defs",
-        "disallow_any_generics",
-        "ignore_errors",
-    }
+    weaker = {"warn_unused_ignores", "warn_return_any", "disallow_untyped_defs", "disallow_any_generics", "ignore_errors"}
     for table in (mypy, *mypy["overrides"]):
         assert not weaker & set(table)
     assert not [m for table in mypy["overrides"] for m in table["module"] if m.startswith("gradveil")]

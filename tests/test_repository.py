@@ -29,16 +29,7 @@ BANNED = re.findall(r"\w+", _WORDS.partition("used nowhere in the source:")[2].p
 FOLDERS = ("work", "tmp", "home", "root", "mnt", "Users", "scratch", "var/folders")
 MACHINE = re.compile(r"(?<![\w.~$}\])/-])/(?:" + "|".join(FOLDERS) + r")/[\w.-]")
 HOSTS = re.compile(
-    "|".join(
-        [
-            "arti" + "factory",
-            "ne" + "xus",
-            "dev" + "pi",
-            "index" + "-url",
-            r"pypi\." + r"(?!org\b)",
-            "code" + "artifact",
-        ]
-    )
+    "|".join(["arti" + "factory", "ne" + "xus", "dev" + "pi", "index" + "-url", r"pypi\." + r"(?!org\b)", "code" + "artifact"])
 )
 
 
@@ -67,10 +58,7 @@ def lines() -> list[tuple[str, str]]:
 def calls(tree: ast.AST) -> list[tuple[str, dict[str, object]]]:
     """Every call as its dotted name and the constants among its keyword arguments."""
     return [
-        (
-            ast.unparse(node.func),
-            {k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)},
-        )
+        (ast.unparse(node.func), {k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)})
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
     ]
@@ -126,11 +114,7 @@ def test_source_files_are_short() -> None:
 def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function with its dotted name, methods and inner functions too."""
     for node in ast.iter_child_nodes(tree):
-        name = (
-            f"{prefix}.{node.name}"
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            else prefix
-        )
+        name = f"{prefix}.{node.name}" if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else prefix
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield name, node
         yield from functions(node, name)
@@ -200,9 +184,7 @@ def test_the_counters_count() -> None:
     text = "def f(self, a, found: dict[str, Any]):\n    own = Client(a)  # type: ignore\n    self.given = x.Client(_NAUGHT)\n"
     tree = ast.parse(text)
     assert [count(tree, text) for count, _, _ in CEILINGS.values()] == [1, 1, 3, 3, 1, 2]
-    nine = (
-        "class A:\n    def m(self, a, b, c, d, e, f, g, h): ...\n    def n(self, a, b, c, d, e, f, g, *h, **i): ...\n"
-    )
+    nine = "class A:\n    def m(self, a, b, c, d, e, f, g, h): ...\n    def n(self, a, b, c, d, e, f, g, *h, **i): ...\n"
     assert long_signatures(ast.parse(nine), "x") == {"x.A.m"}
 
 

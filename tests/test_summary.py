@@ -97,9 +97,7 @@ def test_the_published_schema_is_that_of_the_models() -> None:
         ({"scope": None}, "scope: input should be a valid string"),
     ],
 )
-def test_what_is_no_summary_is_refused_in_one_line(
-    summary: Summary, tmp_path: Path, change: dict[str, Any], says: str
-) -> None:
+def test_what_is_no_summary_is_refused_in_one_line(summary: Summary, tmp_path: Path, change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as error:
         Summary.read(write(tmp_path, {**json.loads(summary.model_dump_json()), **change}))
     assert says in str(error.value) and "\n" not in str(error.value) and "summary.json" in str(error.value)

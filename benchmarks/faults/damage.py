@@ -11,25 +11,7 @@ Random = random.Random
 Job = Callable[[], object]  # reads the input
 SHAPE, CLASSES = (1, 6, 6), 3  # of all images that are made here
 HUGE = (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
-TEXTS = (
-    "",
-    " ",
-    "\0",
-    "\x1b[31m",
-    "\ud800",
-    "é" * 300,
-    "../../x",
-    "/",
-    "nan",
-    "-1",
-    "1e999",
-    "{}",
-    "[",
-    "=",
-    ":",
-    "+",
-    "%s",
-)
+TEXTS = ("", " ", "\0", "\x1b[31m", "\ud800", "é" * 300, "../../x", "/", "nan", "-1", "1e999", "{}", "[", "=", ":", "+", "%s")
 
 
 def damaged(rng: random.Random, content: bytes) -> bytes:

@@ -21,9 +21,7 @@ def npz(rng: Random, folder: Path) -> Job:
         [(12, 6, 6)] * 6 + [(12, 6, 6, 1), (12, 6, 6, 3), (12, 3, 6, 6), (12, 36), (0, 6, 6), (12, 0, 6), (3, 6, 6)]
     )
     kind = rng.choice(["u1"] * 6 + ["f4"] * 6 + ["f8", "f2", "i8", "c8", "U3", "S2", "?", "M8[s]", "O"])
-    images = (
-        draw.integers(0, 2, shape).astype(kind) if kind not in ("f4", "f8", "f2") else draw.random(shape).astype(kind)
-    )
+    images = draw.integers(0, 2, shape).astype(kind) if kind not in ("f4", "f8", "f2") else draw.random(shape).astype(kind)
     if kind.startswith("f") and images.size and rng.random() < 0.3:
         images.flat[0] = rng.choice([np.nan, np.inf, -1.0, 255.0])
     labels = (np.arange(len(images)) % 3).astype(rng.choice(["i8"] * 6 + ["u1", "u8", "f4", "?", "U1"]))

@@ -34,17 +34,7 @@ class OnceOnly(torch.autograd.Function):
 
 
 TRAITS = (
-    *(
-        "raises",
-        "raises-later",
-        "raises-on-one",
-        "exits",
-        "interrupts",
-        "recurses",
-        "asserts",
-        "wrong-classes",
-        "tuple",
-    ),
+    *("raises", "raises-later", "raises-on-one", "exits", "interrupts", "recurses", "asserts", "wrong-classes", "tuple"),
     *("dict", "none", "three-axes", "scalar", "flat", "integer-output", "complex-output", "nan-output", "detached"),
     *("constant", "no-parameters", "all-frozen", "some-frozen", "shared", "half", "bfloat16", "double", "complex"),
     *("complex-part", "once-only", "in-place", "data-dependent", "batch-norm", "dropout", "random", "empty-parameter"),
@@ -195,14 +185,7 @@ def audited(rng: Random, folder: Path) -> Job:
 
     def job() -> object:
         report = gv.audit(
-            DATA,
-            module,
-            [defense],
-            [chosen],
-            victims=1,
-            quiet=True,
-            out=folder / "out",
-            batch_size=rng.choice([1, 1, 2]),
+            DATA, module, [defense], [chosen], victims=1, quiet=True, out=folder / "out", batch_size=rng.choice([1, 1, 2])
         )
         problems = [a.error for d in report.summary.defenses for a in d.attacks if a.error]
         assert all(len(p.splitlines()) == 1 for p in problems), f"{name}: {problems}"

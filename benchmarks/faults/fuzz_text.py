@@ -31,9 +31,7 @@ def grammar(rng: Random, folder: Path) -> Job:
     name = rng.choice(names)
     written = name
     for _ in range(rng.randrange(4)):
-        key = rng.choice(
-            ["ratio", "std", "steps", "policy", "restarts", "norm", "size", "private", "alpha", text(rng, 6)]
-        )
+        key = rng.choice(["ratio", "std", "steps", "policy", "restarts", "norm", "size", "private", "alpha", text(rng, 6)])
         setting = rng.choice([str(rng.choice(HUGE)), "0.5", "-1", "nan", "inf", "1e400", "3-1-7+43-18-18", *TEXTS])
         written += (":" if ":" not in written else ",") + f"{key}={setting}"
     if rng.random() < 0.3:
@@ -52,13 +50,7 @@ BOMB = f"{_KEYS[0]}: &data [x,x,x,x,x,x,x,x]\n" + "".join(
 
 
 def config(rng: Random, folder: Path) -> Job:
-    spec = {
-        "data": "mnist-5k",
-        "model": "lenet",
-        "defenses": ["prune:ratio=0.9"],
-        "attacks": ["ig:steps=5"],
-        "victims": 2,
-    }
+    spec = {"data": "mnist-5k", "model": "lenet", "defenses": ["prune:ratio=0.9"], "attacks": ["ig:steps=5"], "victims": 2}
     for _ in range(rng.randrange(4)):
         key = rng.choice([*AuditSpec.model_fields, "out", text(rng, 10)])
         spec[key] = value(rng)

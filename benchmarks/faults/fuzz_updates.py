@@ -28,24 +28,10 @@ DATA = _data()
 def victim() -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(36, 4), torch.nn.Sigmoid(), torch.nn.Linear(4, 3)
-        )
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4), torch.nn.Sigmoid(), torch.nn.Linear(4, 3))
 
 
-DTYPES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "C64": 8,
-    "X": 4,
-}
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "C64": 8, "X": 4}
 
 
 def tensors_file(rng: Random, file: Path, meta: dict[str, object]) -> None:
@@ -83,9 +69,7 @@ def facts(rng: Random) -> dict[str, object]:
     told: dict[str, object] = {"gradveil": "update", "kind": "gradient", "examples": "1", "input_shape": list(SHAPE)}
     told |= {"num_classes": 3, "mean": [0.5], "std": [0.5]}
     for _ in range(rng.choice([0, 0, 1, 2])):
-        key = rng.choice(
-            ["kind", "examples", "input_shape", "num_classes", "mean", "std", "lr", "local_steps", text(rng, 6)]
-        )
+        key = rng.choice(["kind", "examples", "input_shape", "num_classes", "mean", "std", "lr", "local_steps", text(rng, 6)])
         told[key] = rng.choice([value(rng), rng.choice(["gradient", "delta"]), rng.choice(HUGE)])
     return told
 
@@ -97,9 +81,7 @@ def update(rng: Random, folder: Path) -> Job:
     options |= {"labels": [rng.choice([0, 1, 2, 3, -1])]} if rng.random() < 0.1 else {}
 
     def job() -> object:
-        rebuilt = gv.attack_update(
-            update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **options
-        )
+        rebuilt = gv.attack_update(update=file, model=victim(), attacks=["linear", "ig:steps=2"], budget="quick", **options)
         return rebuilt.save(folder / "out")
 
     return job

@@ -125,24 +125,12 @@ def searched(folder: Path) -> Any:
 
 
 def protected(folder: Path) -> Any:
-    pictures = {
-        str(p.relative_to(folder)): np.asarray(Image.open(p)).tolist() for p in (folder / "copy").rglob("*.png")
-    }
+    pictures = {str(p.relative_to(folder)): np.asarray(Image.open(p)).tolist() for p in (folder / "copy").rglob("*.png")}
     return [pictures, sorted(p.name for p in folder.iterdir())]
 
 
 def jobs(data: Path, few: Path, pictures: Path) -> list[Job]:
-    audit = [
-        "audit",
-        "--data",
-        str(data),
-        "--defense",
-        "prune:ratio=0.9",
-        "--attack",
-        "ig:steps=80",
-        "--attack",
-        "linear",
-    ]
+    audit = ["audit", "--data", str(data), "--defense", "prune:ratio=0.9", "--attack", "ig:steps=80", "--attack", "linear"]
     audit += ["--victims", "2", "--quiet"]
     train = ["audit", "--data", str(few), "--defense", "refiner:steps=1,epochs=5"]
     train += ["--attack", "ggl:steps=2,draws=2,restarts=1", "--victims", "1", "--quiet"]
@@ -229,9 +217,7 @@ def main() -> int:
     rows = ["| job | kills | runs they hit | resumed to an equal result | otherwise |", "|---|---|---|---|---|"]
     rows += [f"| {j.name} | {j.kills} | {j.runs} | {j.equal} | {'; '.join(j.unlike) or 'none'} |" for j in todo]
     total = sum(j.kills for j in todo)
-    about = (
-        f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
-    )
+    about = f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
     about += "every number of every cell, tensor, network, policy or picture, and no file left over."
     record("Kills", "kills.py", [about, "", *rows])
     return 1 if any(j.unlike for j in todo) else 0

@@ -47,11 +47,7 @@ def demo(defense: str, victims: int, rounds: int, attack: str, out: Path) -> Non
             here.run(app, settings(many, rounds=rounds), "--federation-config", nodes, timeout=1800)
             print(f"{name}: attacking {victims} clients …", flush=True)
             accuracy = json.loads((many / "accuracy.json").read_text())["acc_test"][-1]
-            told[name] = {
-                "defense": line or "none",
-                "acc_test": accuracy,
-                **leak(one, victims, attack, out / f"{name}.png"),
-            }
+            told[name] = {"defense": line or "none", "acc_test": accuracy, **leak(one, victims, attack, out / f"{name}.png")}
             print(f"{name}: {told[name]}", flush=True)
     (out / "demo.json").write_text(json.dumps({"data": dataset().name, "attack": attack, **told}, indent=1) + "\n")
     print(f"pictures, originals above and rebuilt below: {out / 'stock.png'}, {out / 'protected.png'}")
@@ -65,9 +61,7 @@ def leak(folder: Path, victims: int, attack: str, picture: Path) -> dict[str, ob
         found[int(facts["reported"]["metrics"]["part"])] = path
     rows = []
     for client in range(victims):
-        rebuilt = gv.attack_update(
-            found[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors"
-        )
+        rebuilt = gv.attack_update(found[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors")
         rows.append(rebuilt.by_attack[rebuilt.best].images)
     guess, truth = torch.cat(rows), [images_of(client, CLIENTS, 1) for client in range(victims)]
     private = Batch(torch.cat([b.x for b in truth]), torch.cat([b.y for b in truth]))

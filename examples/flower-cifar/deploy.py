@@ -44,9 +44,7 @@ def certificates(folder: Path) -> dict[str, Path]:
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
             .sign(authority_key, hashes.SHA256())
         )
 
@@ -63,14 +61,7 @@ def certificates(folder: Path) -> dict[str, Path]:
 def deploy(defense: str, rounds: int, images: int, out: Path) -> None:
     with federation() as here:
         tls = certificates(here.folder / "certificates")
-        own = [
-            "--ssl-ca-certfile",
-            tls["ca.crt"],
-            "--ssl-certfile",
-            tls["server.crt"],
-            "--ssl-keyfile",
-            tls["server.key"],
-        ]
+        own = ["--ssl-ca-certfile", tls["ca.crt"], "--ssl-certfile", tls["server.crt"], "--ssl-keyfile", tls["server.key"]]
         port = free_port()
         link = ["--host", "127.0.0.1", "--port", str(port), *map(str, own)]
         here.start("superlink", "flower-superlink", *link)

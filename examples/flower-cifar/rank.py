@@ -70,11 +70,7 @@ def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, De
 def measured(row: DefenseRow) -> dict[str, Any]:
     if row.worst is None or row.worst.psnr is None:
         raise SystemExit(f"no attack ran on {row.spec}")
-    return {
-        "identified": row.worst.identified.model_dump(),
-        "psnr": row.worst.psnr.mean,
-        "verdict": row.judgement,
-    }
+    return {"identified": row.worst.identified.model_dump(), "psnr": row.worst.psnr.mean, "verdict": row.judgement}
 
 
 def told(row: DefenseRow) -> str:
@@ -90,12 +86,7 @@ def rank(victims: int, rounds: int, out: Path) -> None:
     for line in lines:
         row = audited[of_gradient(line)]
         rows.append(
-            {
-                "line": line,
-                "accuracy": round(points[line], 1),
-                "loss": round(points["none"] - points[line], 1),
-                **measured(row),
-            }
+            {"line": line, "accuracy": round(points[line], 1), "loss": round(points["none"] - points[line], 1), **measured(row)}
         )
         print(f"{line:>20}: {points[line]:.1f}% accuracy, {told(row)}", flush=True)
     fit = [row for row in rows[1:] if row["loss"] <= MOST]

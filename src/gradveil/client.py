@@ -39,9 +39,7 @@ class Client:
         step = self._step(state, batch, self.draws("data", *key))
         return self.defense.data(batch, step), step.secrets
 
-    def round(
-        self, state: Tensors, batch: Batch, *key: int | str, protected: Batch | None = None
-    ) -> tuple[Update, Trace]:
+    def round(self, state: Tensors, batch: Batch, *key: int | str, protected: Batch | None = None) -> tuple[Update, Trace]:
         """One round on `batch`. `key` names the draw (victim, repetition); `protected` is the batch after the data stage."""
         secrets: Tensors = {}
         if protected is None:

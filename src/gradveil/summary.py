@@ -170,9 +170,7 @@ class Summary(Record):
         """The summary of a stored run, or one clear line."""
         file = folder / "summary.json"
         if not file.is_file():
-            raise UserError(
-                f"{folder} has no summary.json, so it is not a finished run; `gradveil audit --out DIR` makes one."
-            )
+            raise UserError(f"{folder} has no summary.json, so it is not a finished run; `gradveil audit --out DIR` makes one.")
         version = read_record(file, _Version, "run the audit again").schema_version
         if version != SCHEMA:
             raise UserError(

@@ -47,19 +47,13 @@ NAIVE: list[tuple[Distance, Callable[[Arrays, Arrays], float]]] = [
     (L1(), lambda a, b: sum(float(np.abs(x - y).sum()) for x, y in zip(a, b, strict=True))),
     (Cosine(), cosine),
     (LayerCosine(), lambda a, b: float(np.mean([cosine([x], [y]) for x, y in zip(a, b, strict=True)]))),
-    (
-        RelativeL2(),
-        lambda a, b: float(np.mean([((x - y) ** 2).sum() / (y**2).sum() for x, y in zip(a, b, strict=True)])),
-    ),
+    (RelativeL2(), lambda a, b: float(np.mean([((x - y) ** 2).sum() / (y**2).sum() for x, y in zip(a, b, strict=True)]))),
     (LayerNorms(), lambda a, b: sum(float(np.sqrt(((x - y) ** 2).sum())) for x, y in zip(a, b, strict=True))),
     (
         GaussianLikelihood(0.3),
         lambda a, b: sum(float(((x - y) ** 2).sum()) for x, y in zip(a, b, strict=True)) / count(a) / (2 * 0.3**2),
     ),
-    (
-        LaplaceLikelihood(0.3),
-        lambda a, b: sum(float(np.abs(x - y).sum()) for x, y in zip(a, b, strict=True)) / count(a) / 0.3,
-    ),
+    (LaplaceLikelihood(0.3), lambda a, b: sum(float(np.abs(x - y).sum()) for x, y in zip(a, b, strict=True)) / count(a) / 0.3),
 ]
 EVERY = [pytest.param(d, f, id=type(d).__name__) for d, f in NAIVE]
 
@@ -107,6 +101,4 @@ def test_a_portfolio_gives_each_row_its_own_distance() -> None:
     ones, twos = L1()(found, wanted), L2()(found, wanted)
     assert torch.equal(mixed(found, wanted), torch.stack([twos[0], ones[1], twos[2]]))
     some = torch.tensor([1, 2])
-    assert torch.equal(
-        mixed.select(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]])
-    )
+    assert torch.equal(mixed.select(some)([t[some] for t in found], [t[some] for t in wanted]), torch.stack([ones[1], twos[2]]))

@@ -37,9 +37,7 @@ def inputs(target: Target, truth: list[Trace]) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [LocalTraining(), LocalTraining(epochs=2, lr=0.1)])
-def test_the_truth_has_no_residual_and_others_have(
-    training: LocalTraining, observe_victims: Callable, shapes: DataSet
-) -> None:
+def test_the_truth_has_no_residual_and_others_have(training: LocalTraining, observe_victims: Callable, shapes: DataSet) -> None:
     seen, truth = observe_victims(data=shapes, victims=3, training=training)
     target = target_of(seen)
     x = inputs(target, truth)
@@ -105,9 +103,7 @@ def test_an_insight_says_whether_it_holds_anything() -> None:
         assert not insight.is_empty
 
 
-def test_nothing_known_begins_with_the_closed_form_however_it_is_written(
-    observe_victims: Callable, shapes: DataSet
-) -> None:
+def test_nothing_known_begins_with_the_closed_form_however_it_is_written(observe_victims: Callable, shapes: DataSet) -> None:
     """What an insight holds decides, not which object it is."""
     seen, _ = observe_victims(data=shapes, victims=1)
     evaluations = [
@@ -133,9 +129,7 @@ def test_the_lowest_residual_is_chosen_for_each_victim(observe_victims: Callable
     assert answer.score.tolist() == pytest.approx([0.1, 0.2, 3.0])
 
 
-def test_among_many_starts_the_truth_is_recognised_without_being_known(
-    observe_victims: Callable, shapes: DataSet
-) -> None:
+def test_among_many_starts_the_truth_is_recognised_without_being_known(observe_victims: Callable, shapes: DataSet) -> None:
     seen, truth = observe_victims(data=shapes, victims=2)
     target = target_of(seen)
     x = torch.randn(2, 3, *target.shape[1:], generator=generator(0, "x"))
@@ -147,9 +141,7 @@ def test_among_many_starts_the_truth_is_recognised_without_being_known(
     assert torch.equal(answer.x, inputs(target, truth))
 
 
-def test_more_restarts_are_never_worse_by_the_adversarys_own_measure(
-    observe_victims: Callable, shapes: DataSet
-) -> None:
+def test_more_restarts_are_never_worse_by_the_adversarys_own_measure(observe_victims: Callable, shapes: DataSet) -> None:
     seen, _ = observe_victims(data=shapes, victims=2)
     match = {n: Match(L2(), (), LBFGS(), steps=8, start=Start(), restarts=n) for n in (1, 4)}
     one, four = (match_and_choose(target_of(seen), match[n]).score for n in (1, 4))

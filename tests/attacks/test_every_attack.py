@@ -43,9 +43,7 @@ def seeded(*layers: Callable[[], nn.Module]) -> nn.Module:
 
 
 MLP = seeded(nn.Flatten, lambda: nn.Linear(144, 10), nn.ReLU, lambda: nn.Linear(10, 3))
-NORM = seeded(
-    lambda: nn.Conv2d(1, 3, 5, stride=2), lambda: nn.BatchNorm2d(3), nn.ReLU, nn.Flatten, lambda: nn.Linear(48, 3)
-)
+NORM = seeded(lambda: nn.Conv2d(1, 3, 5, stride=2), lambda: nn.BatchNorm2d(3), nn.ReLU, nn.Flatten, lambda: nn.Linear(48, 3))
 SMOOTH = seeded(lambda: nn.Conv2d(1, 4, 5), nn.Sigmoid, lambda: nn.AvgPool2d(2), nn.Flatten, lambda: nn.Linear(64, 3))
 PLAIN: dict[str, dict[str, Any]] = {
     "single": {},

@@ -53,9 +53,7 @@ def reference(one: Target, row: int, x: Tensor, distance: Distance) -> tuple[Ten
     """Distance and its derivative by the images, by autograd twice."""
     module = one.model.module.double()
     x = x.double().requires_grad_()
-    found = torch.autograd.grad(
-        F.cross_entropy(module(x), one.labels[row]), list(module.parameters()), create_graph=True
-    )
+    found = torch.autograd.grad(F.cross_entropy(module(x), one.labels[row]), list(module.parameters()), create_graph=True)
     seen = [t.double()[None] for t in one.observations[row].update.tensors.values()]
     value = distance([g[None] for g in found], seen).sum()
     (gradient,) = torch.autograd.grad(value, x)
@@ -92,10 +90,7 @@ def test_whole_call_has_the_values_and_priors_of_the_exact_route() -> None:
 def test_masks_of_the_first_pass_are_what_makes_it_right() -> None:
     one = target("resnet20:width=8")
     x = torch.randn(one.shape, generator=one.rng)
-    with_masks, without = (
-        frozen.Frozen(Problem(one, Match(Cosine(), ()))),
-        frozen.Frozen(Problem(one, Match(Cosine(), ()))),
-    )
+    with_masks, without = (frozen.Frozen(Problem(one, Match(Cosine(), ()))), frozen.Frozen(Problem(one, Match(Cosine(), ()))))
     without.model, without._layers = one.model, []
     with_masks.epsilon = without.epsilon = 1e-2
     _, true_gradient = reference(one, 0, x[0], Cosine())

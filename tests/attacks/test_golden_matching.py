@@ -33,9 +33,7 @@ NOISE = "gaussian:std=1.0"
         ("bayes:steps=400", 14),
     ],
 )
-def test_it_rebuilds_digits_and_noise_stops_it(
-    spec: str, level: float, observe_victims: Callable, best_psnr: Callable
-) -> None:
+def test_it_rebuilds_digits_and_noise_stops_it(spec: str, level: float, observe_victims: Callable, best_psnr: Callable) -> None:
     seen, truth = observe_victims(victims=4)
     noisy, hidden = observe_victims(victims=4, defense=NOISE)
     attack = parse(spec)

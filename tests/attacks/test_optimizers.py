@@ -16,10 +16,7 @@ THOROUGH = LBFGS(history=20, tolerance=0.0, patience=10_000)
 
 def rosenbrock(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     points = x.numpy()
-    return (
-        torch.tensor(np.array([rosen(p) for p in points])),
-        torch.tensor(np.array([rosen_der(p) for p in points])),
-    )
+    return (torch.tensor(np.array([rosen(p) for p in points])), torch.tensor(np.array([rosen_der(p) for p in points])))
 
 
 class Bowls:

@@ -19,9 +19,7 @@ ROWS, BATCH, SHAPE = 4, 2, (2, 5, 6)
 X = torch.randn(ROWS, BATCH, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def rows(
-    module: nn.Module | None = None, restarts: int = 1, labels: Tensor | None = None, at: Tensor | None = None
-) -> Rows:
+def rows(module: nn.Module | None = None, restarts: int = 1, labels: Tensor | None = None, at: Tensor | None = None) -> Rows:
     """Rows with as much of a target as a prior looks at."""
     function = ModelFunction(module) if module is not None else None
     low, high = torch.full((2, 1, 1), -1.0).double(), torch.full((2, 1, 1), 1.5).double()
@@ -85,9 +83,7 @@ def test_an_images_output_should_be_its_label() -> None:
 
 
 def test_statistics_should_be_the_running_ones() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)
-    ).double()
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)).double()
     with torch.no_grad():
         for norm in (module[1], module[4]):
             norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))

@@ -69,9 +69,7 @@ class Careless(Attack):
 class Crooked(Attack):
     """A malicious server that scales the classifier before it sends the model, and then guesses grey."""
 
-    def tamper(
-        self, module: nn.Module, input_shape: tuple[int, int, int], public: torch.Tensor | None = None
-    ) -> nn.Module:
+    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: torch.Tensor | None = None) -> nn.Module:
         assert public is not None and public.shape[1:] == input_shape and abs(float(public.mean())) < 0.1
         with torch.no_grad():
             list(module.parameters())[-1].mul_(2.0)

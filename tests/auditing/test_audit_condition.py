@@ -75,9 +75,7 @@ def test_what_it_refuses(text, says):
 
 
 def test_every_number_and_text_of_a_defense_can_be_asked_for():
-    wanted = {
-        f"worst.{metric}.{part}" for metric in ("psnr", "ssim", "mse", "lpips") for part in Statistic.model_fields
-    }
+    wanted = {f"worst.{metric}.{part}" for metric in ("psnr", "ssim", "mse", "lpips") for part in Statistic.model_fields}
     wanted |= {f"worst.identified.{part}" for part in Rate.model_fields}
     wanted |= {f"utility.{part}" for part in UtilityRow.model_fields}
     wanted |= {"worst.asr", "worst.recognised", "gradient.cosine", "gradient.noise_ratio", "worst.scored"}

@@ -158,9 +158,7 @@ def test_on_a_disk_that_is_really_full(digits, tmp_path, command_environment, wo
         words = ["audit", "--data", digits, "--model", "cnn", "--attack", "ig:steps=3", "--defense", "clip"]
         words += ["--workers", workers, "--quiet", "--out", str(disk / "run")]
         command = [sys.executable, "-m", "gradveil", *words]
-        done = subprocess.run(
-            command, env=command_environment, capture_output=True, text=True, check=False, timeout=200
-        )
+        done = subprocess.run(command, env=command_environment, capture_output=True, text=True, check=False, timeout=200)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "no space left" in done.stderr
         for path in (disk / "run" / "tensors").glob("*.safetensors"):

@@ -89,9 +89,7 @@ class Task:
 
 
 @pytest.mark.parametrize("headless", [False, True])
-def test_when_every_node_is_dead_the_audit_ends_in_one_line(
-    headless, digits, tmp_path, monkeypatch, capsys, comparable
-):
+def test_when_every_node_is_dead_the_audit_ends_in_one_line(headless, digits, tmp_path, monkeypatch, capsys, comparable):
     monkeypatch.setattr(cluster, "NO_NODE_SECONDS", 0.5)
     monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.05)
     fake = Pretended(tasks=2, headless=headless)

@@ -90,17 +90,13 @@ def test_what_is_done_is_not_done_again_by_an_audit_with_more_attacks(run, digit
     after = {p.name: p.stat().st_mtime_ns for p in (folder / "cells").iterdir()}
     assert before.items() <= after.items() and len(after) == len(before) + 2
     rows = summary.defenses[0].attacks
-    assert [(r.spec, r.status) for r in rows] == [
-        ("ig:steps=60", "ok"),
-        ("audit_methods:Picky", "not applicable"),
-    ]
+    assert [(r.spec, r.status) for r in rows] == [("ig:steps=60", "ok"), ("audit_methods:Picky", "not applicable")]
     assert "it never does" in rows[1].error
     audit(digits, folder)  # as it was, for the other tests
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
-    [({"victims": 2}, "victims 3, now 2"), ({"seed": 5}, "seed 0, now 5"), ({"model": "lenet4"}, "model")],
+    ("values", "says"), [({"victims": 2}, "victims 3, now 2"), ({"seed": 5}, "seed 0, now 5"), ({"model": "lenet4"}, "model")]
 )
 def test_the_folder_of_another_audit_is_refused(run, digits, values, says):
     _, folder = run
@@ -166,9 +162,7 @@ def test_a_run_killed_as_it_began_is_taken_up(digits, tmp_path, killed_writer):
     assert audit(digits, folder, attacks="linear").defenses
 
 
-def test_a_resumed_run_removes_what_killed_writers_left_and_keeps_what_the_user_put_there(
-    digits, tmp_path, killed_writer
-):
+def test_a_resumed_run_removes_what_killed_writers_left_and_keeps_what_the_user_put_there(digits, tmp_path, killed_writer):
     folder = tmp_path / "run"
     audit(digits, folder, attacks="linear")
     left = [killed_writer(folder / name) for name in ("summary.json", "cells/a.json", "tensors/a.safetensors")]

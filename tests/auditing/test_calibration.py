@@ -28,14 +28,7 @@ def test_null_audits_raise_no_alarm_and_open_ones_always_do(calibration: ModuleT
     alarms, open_ones = [], []
     for seed in range(AUDITS):
         report = gv.audit(
-            shapes,
-            "lenet",
-            [kind() for kind in calibration.NULLS],
-            ["rgap"],
-            victims=8,
-            seed=seed,
-            workers=0,
-            quiet=True,
+            shapes, "lenet", [kind() for kind in calibration.NULLS], ["rgap"], victims=8, seed=seed, workers=0, quiet=True
         )
         verdicts = {d.spec: d.verdict for d in report.summary.defenses}
         open_ones.append(verdicts.pop("none") == "leaks")

@@ -55,9 +55,7 @@ def row(report: gv.Report, attack: str, defense: str = "none") -> AttackRow:
 )
 def test_images_are_rebuilt_under_losses_without_classes(loss: Any, targets: Callable[[], Tensor]) -> None:
     y = targets()
-    report = gv.audit(
-        data=(images(), y), model=mlp(64, y.shape[1]), loss=loss, attacks=["linear", "swift", "ggl"], **QUICK
-    )
+    report = gv.audit(data=(images(), y), model=mlp(64, y.shape[1]), loss=loss, attacks=["linear", "swift", "ggl"], **QUICK)
     for attack in ("linear", "swift"):
         found = row(report, attack)
         assert found.status == "ok", found
@@ -172,9 +170,7 @@ def test_what_a_loss_is() -> None:
     assert isinstance(find_loss("torch.nn:CrossEntropyLoss"), nn.CrossEntropyLoss)
     assert takes_classes(find_loss("cross-entropy"), 10)
     assert takes_classes(nn.CrossEntropyLoss(label_smoothing=0.1), 10)
-    assert not any(
-        takes_classes(find_loss(name), outputs) for name in ("multi-label", "regression") for outputs in (1, 2, 3)
-    )
+    assert not any(takes_classes(find_loss(name), outputs) for name in ("multi-label", "regression") for outputs in (1, 2, 3))
     assert loss_name(nn.HuberLoss(delta=2.0)) == loss_name(nn.HuberLoss(delta=2.0))
     assert loss_name(huber) != loss_name(find_loss("regression"))
     with pytest.raises(UserError, match="is a Tensor; give a function"):

@@ -13,9 +13,7 @@ QUICK = ("--attack", "ig:steps=3", "--defense", "clip", "--workers", "0", "--qui
 def audits(gradveil, archive, tmp_path):
     """Three small runs: two seeds, and one with other batches."""
     for name, options in {"a": (), "b": ("--seed", "1"), "c": ("--batch-size", "2")}.items():
-        code, *_ = gradveil(
-            "audit", "--data", archive, "--victims", "3", *QUICK, "--out", str(tmp_path / name), *options
-        )
+        code, *_ = gradveil("audit", "--data", archive, "--victims", "3", *QUICK, "--out", str(tmp_path / name), *options)
         assert code == 0
     return tmp_path
 
@@ -55,9 +53,7 @@ def test_junit_and_annotations_agree_with_the_exit_code(gradveil, archive, tmp_p
     assert code == 0 and out == "" and ET.parse(tmp_path / "junit.xml").getroot().get("failures") == "0"
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "says"), [("--annotations", "gitlab", "github"), ("--junit", ".", "folder")]
-)
+@pytest.mark.parametrize(("option", "value", "says"), [("--annotations", "gitlab", "github"), ("--junit", ".", "folder")])
 def test_slips_show_before_the_audit(gradveil, archive, tmp_path, monkeypatch, option, value, says):
     monkeypatch.chdir(tmp_path)
     code, out, err = gradveil("audit", "--data", archive, *QUICK, "--out", "run", option, value)

@@ -187,10 +187,7 @@ def test_help_fits_80_columns_and_tells_every_option(gradveil, name, monkeypatch
 def test_defaults_stand_in_brackets(gradveil) -> None:
     for name, lines in {
         "audit": ["--victims N Private batches that are attacked. [8]", "--seed N Seed of all randomness. [0]"],
-        "train": [
-            "--rounds N Rounds of training. [20]",
-            "--engine TEXT inline (this process), flower (simulation). [inline]",
-        ],
+        "train": ["--rounds N Rounds of training. [20]", "--engine TEXT inline (this process), flower (simulation). [inline]"],
         "attack": ["--attack TEXT Repeat for several. [linear, rgap, swift]"],
         "search": ["--candidates N Random policies to score. [100]"],
     }.items():
@@ -210,6 +207,4 @@ def test_a_command_keeps_its_docstring_and_takes_few_parameters() -> None:
 
     assert with_options(command).__doc__ == command.__doc__
     assert len(inspect.signature(command).parameters) == 6
-    assert {"victims", "utility_rounds", "out", "fail_if", "quiet"} <= set(
-        inspect.signature(with_options(command)).parameters
-    )
+    assert {"victims", "utility_rounds", "out", "fail_if", "quiet"} <= set(inspect.signature(with_options(command)).parameters)

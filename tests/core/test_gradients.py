@@ -36,9 +36,7 @@ def victims(side: int, batch: int, dtype: torch.dtype = torch.float64, number: i
     return x.to(dtype), torch.randint(CLASSES, (number, batch), generator=rng)
 
 
-def plain(
-    module: nn.Module, x: Tensor, y: Tensor, *, train: bool = False, steps: LocalTraining | None = None
-) -> Tensors:
+def plain(module: nn.Module, x: Tensor, y: Tensor, *, train: bool = False, steps: LocalTraining | None = None) -> Tensors:
     """What any PyTorch user would write: a gradient by `backward`, or the weights' change by `torch.optim.SGD`."""
     module = copy.deepcopy(module).train(train)
     start = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -118,9 +116,7 @@ def test_batch_norm_in_training_uses_the_batchs_own_statistics() -> None:
     x, y = victims(side, 4)
     agree(ModelFunction(module, mode="train"), module, x, y, 1e-8, train=True)
     # … and in evaluation the running ones, which is another gradient.
-    away = error(
-        ModelFunction(module).gradients(ModelFunction(module).state(), x, y), 0, plain(module, x[0], y[0], train=True)
-    )
+    away = error(ModelFunction(module).gradients(ModelFunction(module).state(), x, y), 0, plain(module, x[0], y[0], train=True))
     assert away > 1e-2
 
 
@@ -250,9 +246,7 @@ def test_the_distance_of_updates_has_a_true_slope(route: str, training: LocalTra
         found = function.updates(state, x, y, training)
         return sum(((found[n] - wanted[n].detach()) ** 2).sum() for n in found)  # type: ignore[return-value]
 
-    assert torch.autograd.gradcheck(
-        distance, (x.requires_grad_(), y.requires_grad_()), eps=1e-6, rtol=1e-5, fast_mode=True
-    )
+    assert torch.autograd.gradcheck(distance, (x.requires_grad_(), y.requires_grad_()), eps=1e-6, rtol=1e-5, fast_mode=True)
 
 
 def test_penalties_and_noise_enter_the_gradient() -> None:

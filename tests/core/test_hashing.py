@@ -65,10 +65,7 @@ def test_a_copy_of_the_project_in_another_folder_is_the_same_code(clinic, tmp_pa
 
 
 def test_code_of_gradveil_and_torch_has_versions_instead():
-    assert (
-        source_hash(InvertingGradients, InvertingGradients(), nn.Linear, nn.CrossEntropyLoss(), torch.relu, 3, None)
-        == ""
-    )
+    assert source_hash(InvertingGradients, InvertingGradients(), nn.Linear, nn.CrossEntropyLoss(), torch.relu, 3, None) == ""
 
 
 def test_a_file_that_is_being_edited_counts_by_its_text(clinic):

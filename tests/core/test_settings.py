@@ -77,9 +77,7 @@ def test_chains_read_back_part_by_part(parts: list[Defense]) -> None:
 
 def test_only_what_differs_from_the_default_is_written() -> None:
     assert spec_of(EveryKind()) == "every-kind"
-    assert (
-        spec_of(EveryKind(real=0.25, switch=False, places=("a", "b"))) == "every-kind:real=0.25,switch=false,places=a/b"
-    )
+    assert spec_of(EveryKind(real=0.25, switch=False, places=("a", "b"))) == "every-kind:real=0.25,switch=false,places=a/b"
 
 
 @pytest.mark.parametrize(

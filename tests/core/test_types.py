@@ -45,11 +45,7 @@ DEEP = LocalTraining(epochs=2, batch_size=2, lr=0.1)
 # -- a round -----------------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.integers(1, 40),
-    st.integers(1, 4),
-    st.none() | st.integers(1, 50),
-)
+@given(st.integers(1, 40), st.integers(1, 4), st.none() | st.integers(1, 50))
 def test_every_epoch_takes_every_image_once_and_in_order(examples: int, epochs: int, size: int | None) -> None:
     slices = LocalTraining(epochs=epochs, batch_size=size, lr=0.1).slices(examples)
     taken = [i for part in slices for i in range(examples)[part]]

@@ -18,9 +18,7 @@ Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]
 def made() -> Callable[..., Arrays]:
     """`made(n, height, width, channels, classes=…)`: random bytes, no two images alike, labels in turn."""
 
-    def make(
-        n: int = 40, height: int = 8, width: int = 8, channels: int = 3, *, classes: int = 4, seed: int = 0
-    ) -> Arrays:
+    def make(n: int = 40, height: int = 8, width: int = 8, channels: int = 3, *, classes: int = 4, seed: int = 0) -> Arrays:
         random = np.random.default_rng(seed)
         x = random.integers(0, 256, (n, height, width, channels), dtype=np.uint8)
         return x, np.arange(n, dtype=np.int64) % classes

@@ -13,9 +13,7 @@ from gradveil.data.readers.idx import read_idx
 
 @pytest.mark.parametrize("ending", ["-idx{}-ubyte", "-idx{}-ubyte.gz", ".idx{}-ubyte"])
 @pytest.mark.parametrize("below", [".", "raw", "MNIST/raw"])
-def test_the_publishers_names_are_found(
-    ending: str, below: str, home: Path, made: Callable, write_idx: Callable
-) -> None:
+def test_the_publishers_names_are_found(ending: str, below: str, home: Path, made: Callable, write_idx: Callable) -> None:
     folder = home / "mnist" / below
     folder.mkdir(parents=True)
     x, y = made(60, 28, 28, 1, classes=10)
@@ -42,9 +40,7 @@ def test_a_folder_is_enough_and_a_test_part_may_be_missing(tmp_path: Path, made:
     ("shape", "complaint"),
     [((9, 4, 4), "fewer"), ((7, 4, 4), "more"), ((70000, 70000, 4), "4 GiB"), ((2**31, 2**31), "not an idx file")],
 )
-def test_a_header_that_lies(
-    shape: tuple[int, ...], complaint: str, suffix: str, tmp_path: Path, write_idx: Callable
-) -> None:
+def test_a_header_that_lies(shape: tuple[int, ...], complaint: str, suffix: str, tmp_path: Path, write_idx: Callable) -> None:
     path = write_idx(tmp_path / f"images{suffix}", np.zeros((8, 4, 4), dtype=np.uint8), shape)
     with pytest.raises(UserError, match=complaint):
         read_idx(path)

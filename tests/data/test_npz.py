@@ -105,9 +105,7 @@ def test_a_folder_of_archives_by_name_and_size(tmp_path: Path, made: Callable) -
 
 
 def test_a_bomb_is_refused_by_its_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez_compressed(
-        tmp_path / "bomb.npz", images=np.zeros((1000, 32, 32), dtype=np.uint8), labels=np.zeros(1000, int)
-    )
+    np.savez_compressed(tmp_path / "bomb.npz", images=np.zeros((1000, 32, 32), dtype=np.uint8), labels=np.zeros(1000, int))
     assert (tmp_path / "bomb.npz").stat().st_size < 10_000
     monkeypatch.setattr(npz, "MAX_BYTES", 1_000_000)
     monkeypatch.setattr(np.lib.format, "read_array", lambda *_, **__: pytest.fail("unpacked"))

@@ -44,9 +44,7 @@ def test_the_embedded_digits_are_of_mnists_training_part() -> None:
     assert x.std().item() == pytest.approx(0.30811, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["cifar10", "cifar100", "svhn", "tinyimagenet", "tinyimagenet:size=64", "olivetti", "mednist"]
-)
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "tinyimagenet", "tinyimagenet:size=64", "olivetti", "mednist"])
 def test_parts_are_disjoint_and_pixels_sane(name: str) -> None:
     if name.partition(":")[0] not in HERE:
         pytest.skip(f"GRADVEIL_DATA has no {name}")

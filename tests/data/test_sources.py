@@ -184,9 +184,7 @@ def test_torchvision_where_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) ->
         def __init__(self, root: str, train: bool = True, download: bool = False):
             assert root == str(home)
             assert not download
-            super().__init__(
-                lambda i: Image.fromarray(pictures[i] if train else 255 - pictures[i]), 40 if train else 12
-            )
+            super().__init__(lambda i: Image.fromarray(pictures[i] if train else 255 - pictures[i]), 40 if train else 12)
 
     class Absent:
         def __init__(self, root: str, split: str = "train"):

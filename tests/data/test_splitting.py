@@ -32,9 +32,7 @@ def test_every_prefix_holds_the_classes_in_proportion(y: np.ndarray, seed: int) 
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=12, max_size=60),
-    st.integers(0, 20),
-    st.integers(0, 9),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=12, max_size=60), st.integers(0, 20), st.integers(0, 9)
 )
 @settings(max_examples=60, deadline=None)
 def test_copies_of_an_image_never_stand_in_two_parts(drawn: list[tuple[int, int]], tests: int, seed: int) -> None:
@@ -163,9 +161,7 @@ def test_parts_in_bytes_and_in_floats(tmp_path: Path, made: Callable) -> None:
     np.savez(tmp_path / "a.npz", train_images=x[:50], train_labels=y[:50], test_images=floats, test_labels=y[50:])
     np.savez(tmp_path / "b.npz", images=255 - x, labels=y)
     for data in (load(f"{tmp_path}/a.npz:split=person"), load(f"{tmp_path}/b.npz:public={tmp_path}/a.npz")):
-        found = {
-            image.tobytes() for image in (data.pool().x.numpy() * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)
-        }
+        found = {image.tobytes() for image in (data.pool().x.numpy() * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)}
         assert {image.tobytes() for image in x} <= found
 
 

@@ -12,11 +12,7 @@ from gradveil.data import load
 
 
 def write(path: Path, x: np.ndarray, y: np.ndarray) -> None:
-    savemat(
-        path,
-        {"X": x.transpose(1, 2, 3, 0), "y": np.where(y == 0, 10, y)[:, None].astype(np.uint8)},
-        do_compression=True,
-    )
+    savemat(path, {"X": x.transpose(1, 2, 3, 0), "y": np.where(y == 0, 10, y)[:, None].astype(np.uint8)}, do_compression=True)
 
 
 def test_the_zero_is_written_as_ten(home: Path, made: Callable) -> None:
@@ -36,11 +32,7 @@ def test_files_that_are_wrong(home: Path, made: Callable) -> None:
     x, y = made(40, 32, 32, 3, classes=10)
     write(path, x, y)
     whole = path.read_bytes()
-    for content, complaint in (
-        (whole[:20_000], "cut off"),
-        (whole[:-10], "not a readable"),
-        (b"text", "not a readable"),
-    ):
+    for content, complaint in ((whole[:20_000], "cut off"), (whole[:-10], "not a readable"), (b"text", "not a readable")):
         path.write_bytes(content)
         with pytest.raises(UserError, match=complaint):
             load("svhn")

@@ -138,9 +138,7 @@ def test_the_clients_own_data_and_model_are_left_alone(name: str, shapes: DataSe
     defense = quick(name)
     defense.model(module, shapes.input_shape)
     rounds(shapes, defense, 2)
-    assert all(
-        torch.equal(a, b) for a, b in zip(kept, (shapes.private.x, shapes.private.y, shapes.public.x), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(kept, (shapes.private.x, shapes.private.y, shapes.public.x), strict=True))
     assert same({n: t for n, t in module.state_dict().items()}, before)
 
 

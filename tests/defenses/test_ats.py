@@ -124,11 +124,7 @@ def test_secrets_tell_what_every_image_became() -> None:
     _, trace = ats.round(state, batch, 0)
     policies = parse_policies("3-1-7+43-18-18")
     which, signs, crop, flip = (trace.secrets[f"ats.{name}"] for name in ("policy", "signs", "crop", "flip"))
-    assert (
-        set(which.tolist()) == {0, 1}
-        and set(flip.tolist()) == {True, False}
-        and set(signs.flatten().tolist()) == {-1, 1}
-    )
+    assert set(which.tolist()) == {0, 1} and set(flip.tolist()) == {True, False} and set(signs.flatten().tolist()) == {-1, 1}
     assert crop.min() >= 0 and crop.max() <= 8 and len(set(crop[:, 0].tolist())) > 3
     original, fed = levels(batch.x).astype(np.uint8), levels(trace.fed.x)
     for n in range(len(batch)):
@@ -166,11 +162,7 @@ def test_text_of_policies() -> None:
         assert write_policy(parse_policies(text)) == text
     assert parse("ats").spec == "ats"
     assert parse("ats:policy=21-13-3+7-4-15+prune:ratio=0.5").spec == "ats:policy=21-13-3+7-4-15+prune:ratio=0.5"
-    assert (
-        parse("ats").stages == ["data"]
-        and parse("ats").random
-        and set(parse("ats").counters) == {"ats-early", "ats-policy"}
-    )
+    assert parse("ats").stages == ["data"] and parse("ats").random and set(parse("ats").counters) == {"ats-early", "ats-policy"}
 
 
 @pytest.mark.parametrize(

@@ -236,21 +236,8 @@ def test_too_few_images(module: torch.nn.Module) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    np.savez(
-        tmp_path / "d.npz", images=(blobs(200, 5).x.numpy() * 255).astype(np.uint8)[:, 0], labels=np.arange(200) % 4
-    )
-    options = [
-        "--data",
-        str(tmp_path / "d.npz"),
-        "--model",
-        "lenet",
-        "--candidates",
-        "6",
-        "--images",
-        "4",
-        "--points",
-        "3",
-    ]
+    np.savez(tmp_path / "d.npz", images=(blobs(200, 5).x.numpy() * 255).astype(np.uint8)[:, 0], labels=np.arange(200) % 4)
+    options = ["--data", str(tmp_path / "d.npz"), "--model", "lenet", "--candidates", "6", "--images", "4", "--points", "3"]
     assert main(["search", *options, "--seed", "1", "--workers", "1", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["policy"] in capsys.readouterr().out

@@ -93,12 +93,8 @@ def terms(c: Client, x: Tensor, y: Tensor, private: Batch) -> tuple[float, float
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 10**6), scale=st.floats(1e-4, 1e3), turn=st.floats(-1, 1), margin=st.sampled_from([0.0, 0.5])
-)
-def test_the_projection_never_points_away_from_the_true_gradient(
-    seed: int, scale: float, turn: float, margin: float
-) -> None:
+@given(seed=st.integers(0, 10**6), scale=st.floats(1e-4, 1e3), turn=st.floats(-1, 1), margin=st.sampled_from([0.0, 0.5]))
+def test_the_projection_never_points_away_from_the_true_gradient(seed: int, scale: float, turn: float, margin: float) -> None:
     rng = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (7,)}
     true = {k: scale * torch.randn(s, generator=rng) for k, s in shapes.items()}
@@ -125,9 +121,7 @@ def test_eq_9_falls_the_cosine_rises_and_the_concealed_sample_keeps_away(start: 
     c = client("none")
 
     def eq9(trace: Trace) -> tuple[float, float, float]:
-        likeness, distance, shift = terms(
-            c, trace.secrets["dcs2.concealed"], trace.secrets["dcs2.concealed_labels"], batch
-        )
+        likeness, distance, shift = terms(c, trace.secrets["dcs2.concealed"], trace.secrets["dcs2.concealed_labels"], batch)
         value = 1 - likeness + float(torch.exp(torch.tensor(-0.01 * distance))) + 0.01 * shift
         return value, likeness, distance
 
@@ -187,9 +181,7 @@ def test_joint_matching_follows_the_gradient_of_all() -> None:
 
 def test_clamping_keeps_pixels_valid() -> None:
     batch = images(2)
-    wild, tame = (
-        send(client(s), batch)[1].secrets["dcs2.concealed"] for s in ("dcs2:steps=60", "dcs2:steps=60,clamp=true")
-    )
+    wild, tame = (send(client(s), batch)[1].secrets["dcs2.concealed"] for s in ("dcs2:steps=60", "dcs2:steps=60,clamp=true"))
     assert wild.min() < -0.5 and wild.max() > 1.5
     assert tame.min() >= -1e-6 and tame.max() <= 1 + 1e-6
 
@@ -228,9 +220,7 @@ def test_a_gradient_that_would_point_away_is_projected(monkeypatch: pytest.Monke
     plain = flat(gradient(c, batch.x, batch.y))
     true = c.task.model.gradient
 
-    def reverse(
-        state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False
-    ) -> Tensors:
+    def reverse(state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False) -> Tensors:
         if differentiable:  # while samples are crafted
             return true(state, x, y, noise, differentiable=True)
         sign = 1 if torch.equal(x, normal(batch.x)) else -3
@@ -285,10 +275,7 @@ def test_masks_become_text_that_is_read_back() -> None:
     defense = DCS2(sensitive=torch.tensor([True, False, True]))  # type: ignore[arg-type]
     assert defense.spec == "dcs2:sensitive=0/2"
     assert parse(defense.spec) == defense
-    assert (
-        parse("dcs2:sensitive=last:3,clamp=true+prune:ratio=0.7").spec
-        == "dcs2:sensitive=last:3,clamp=true+prune:ratio=0.7"
-    )
+    assert parse("dcs2:sensitive=last:3,clamp=true+prune:ratio=0.7").spec == "dcs2:sensitive=last:3,clamp=true+prune:ratio=0.7"
 
 
 @pytest.mark.parametrize("text", ["some", "last:0", "first:2", "1/x"])

@@ -82,9 +82,7 @@ def test_noise_stays_in_the_chosen_slices() -> None:
     c, batch = client("graddefense:std=0.1"), images(16)
     plain = c.task.model.gradient(c.task.model.state(), batch.x, batch.y)
     update, trace = c.round(c.task.model.state(), batch, 0)
-    assert {k: (v.shape, v.dtype) for k, v in update.tensors.items()} == {
-        k: (v.shape, v.dtype) for k, v in plain.items()
-    }
+    assert {k: (v.shape, v.dtype) for k, v in update.tensors.items()} == {k: (v.shape, v.dtype) for k, v in plain.items()}
     bounds = trace.secrets["graddefense.noised"]
     assert bounds.shape == (5, 2)
     inside = torch.zeros(len(flat(plain)), dtype=torch.bool)

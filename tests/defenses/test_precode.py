@@ -44,8 +44,7 @@ def random_images(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["smlp", "dmlp", "lenet", "convnet", "resnet20", "resnet20-4", "resnet18", "resnet34", "vgg16", "densenet121"],
+    "name", ["smlp", "dmlp", "lenet", "convnet", "resnet20", "resnet20-4", "resnet18", "resnet34", "vgg16", "densenet121"]
 )
 def test_every_network_takes_it_before_its_classifier(name: str) -> None:
     plain = build(name, input_shape=(3, 32, 32), num_classes=7)

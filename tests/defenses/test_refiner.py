@@ -75,9 +75,7 @@ def test_relit_images_are_images() -> None:
     assert 0.4 < same.float().mean() < 0.6
     centred = [t.flatten(1) - t.flatten(1).mean(1, keepdim=True) for t in (x, lit)]
     like = F.cosine_similarity(*centred)
-    assert (
-        like.abs().min() > 0.99 and (like < 0).float().mean() > 0.15
-    )  # nothing but brightness and contrast; negatives too
+    assert like.abs().min() > 0.99 and (like < 0).float().mean() > 0.15  # nothing but brightness and contrast; negatives too
 
 
 def test_evaluator_is_trained_once(digits: Batch, cache: Path, evaluator: Evaluator) -> None:
@@ -128,9 +126,7 @@ def similar(function: ModelFunction, spec: str, digits: Batch, cache: Path, batc
     return torch.tensor([cosine(*pair) for pair in pairs])
 
 
-def test_gradient_stays_useful_on_a_partly_trained_model(
-    partly_trained: ModelFunction, digits: Batch, cache: Path
-) -> None:
+def test_gradient_stays_useful_on_a_partly_trained_model(partly_trained: ModelFunction, digits: Batch, cache: Path) -> None:
     # Not single digits: the gradient of one that the model knows well is next to nothing.
     few = [digits[i : i + 4] for i in range(1100, 1116, 4)]
     assert similar(partly_trained, "refiner", digits, cache, few).mean() > 0.5
@@ -150,9 +146,7 @@ def test_inversion_fails_on_lenet_where_it_succeeds_undefended(digits: Batch, ca
         party = client(function, spec, digits, cache)
         sent = [party.round(state, batch, i) for i, batch in enumerate(victims)]
         seen = [observe(party.task, [Sighting(state, u)], trace=t, level="paper") for u, t in sent]
-        rebuilt[spec] = torch.cat(
-            [r.images for r in attacks.parse("ig:steps=150,tv=0.001,signed=true,boxed=true")(seen)]
-        )
+        rebuilt[spec] = torch.cat([r.images for r in attacks.parse("ig:steps=150,tv=0.001,signed=true,boxed=true")(seen)])
     truth = torch.cat([batch.x for batch in victims])
     assert psnr(truth, rebuilt["none"]).min() > 18 and ssim(truth, rebuilt["none"]).min() > 0.6
     assert psnr(truth, rebuilt["refiner"]).max() < 14 and ssim(truth, rebuilt["refiner"]).max() < 0.6

@@ -104,10 +104,7 @@ def test_only_the_most_traceable_columns_go(n: int, ratio: float) -> None:
 def test_all_layers_are_masked_on_request() -> None:
     step = step_for(Net(), 3)
     sent = parse("soteria:layers=all,ratio=0.5").gradient(step.gradient(step.batch), step)
-    assert {name for name, g in sent.items() if g.ndim == 2 and (g == 0).all(0).any()} == {
-        "first.weight",
-        "last.weight",
-    }
+    assert {name for name, g in sent.items() if g.ndim == 2 and (g == 0).all(0).any()} == {"first.weight", "last.weight"}
 
 
 def test_it_protects_a_model_with_a_random_part() -> None:

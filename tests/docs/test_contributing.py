@@ -15,13 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', TEXT, re.MULTILINE | re.DOTALL))
-KINDS = {
-    "A defense": "defenses",
-    "An attack": "attacks",
-    "A metric": "metrics",
-    "A data reader": "data",
-    "A model": "models",
-}
+KINDS = {"A defense": "defenses", "An attack": "attacks", "A metric": "metrics", "A data reader": "data", "A model": "models"}
 TESTS = [title for title in BLOCKS if title.startswith("tests/")]
 
 

@@ -69,6 +69,4 @@ def normed() -> nn.Module:
 
 @pytest.fixture
 def dropping() -> nn.Module:
-    return _seeded(
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, CLASSES))
-    )
+    return _seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, CLASSES)))

@@ -16,9 +16,7 @@ from gradveil.federation.rounds import Federation
 
 
 def test_running_statistics_are_the_mean_of_what_clients_measure(normed: nn.Module, data: DataSet) -> None:
-    plan = FederationPlan(
-        rounds=1, clients=3, images_per_client=16, batch_size=None, partition="dirichlet:alpha=0.4", lr=0.1
-    )
+    plan = FederationPlan(rounds=1, clients=3, images_per_client=16, batch_size=None, partition="dirichlet:alpha=0.4", lr=0.1)
     federation = Federation(normed, data, "none", plan)
     before = {k: v.clone() for k, v in federation.state.items()}
     server = federation.server()
@@ -40,10 +38,7 @@ def test_running_statistics_are_the_mean_of_what_clients_measure(normed: nn.Modu
 
 def test_fedsgd_follows_torchs_moving_average(normed: nn.Module, data: DataSet) -> None:
     history = train(
-        normed,
-        data,
-        "none",
-        FederationPlan(rounds=5, clients=1, images_per_client=48, batch_size=48, fedsgd=True, lr=0.1),
+        normed, data, "none", FederationPlan(rounds=5, clients=1, images_per_client=48, batch_size=48, fedsgd=True, lr=0.1)
     )
     local = copy.deepcopy(normed).train()
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
@@ -62,18 +57,14 @@ def test_it_learns_and_evaluates_well(normed: nn.Module, data: DataSet, fedsgd: 
         normed,
         data,
         "none",
-        FederationPlan(
-            rounds=60 if fedsgd else 8, clients=3, images_per_client=16, batch_size=8, lr=0.1, fedsgd=fedsgd
-        ),
+        FederationPlan(rounds=60 if fedsgd else 8, clients=3, images_per_client=16, batch_size=8, lr=0.1, fedsgd=fedsgd),
     )
     assert (history.acc_test[-1] or 0) > 0.9
     assert history.events == []
 
 
 @pytest.mark.parametrize(
-    ("images", "batch_size"),
-    [(9, 8), (1, 8), (3, 1), (2, 1)],
-    ids=["odd one out", "one image", "batches of one", "two"],
+    ("images", "batch_size"), [(9, 8), (1, 8), (3, 1), (2, 1)], ids=["odd one out", "one image", "batches of one", "two"]
 )
 @pytest.mark.parametrize("fedsgd", [False, True])
 def test_single_images_do_no_harm(normed: nn.Module, data: DataSet, images: int, batch_size: int, fedsgd: bool) -> None:

@@ -122,9 +122,7 @@ def test_a_fault_costs_one_update_and_no_more(
 ) -> None:
     defense = Moody(str(tmp_path), faults)
     many = len(faults)
-    history = train(
-        plain, data, defense, FederationPlan(rounds=many, defended=1, engine=engine, deadline=deadline, **SMALL)
-    )
+    history = train(plain, data, defense, FederationPlan(rounds=many, defended=1, engine=engine, deadline=deadline, **SMALL))
     assert [(e.round, e.client) for e in history.events] == [(i + 1, 0) for i in range(many)]
     for how, event in zip(faults, history.events, strict=True):
         assert WORDS[how] in event.message, (how, event)

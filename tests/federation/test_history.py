@@ -58,9 +58,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(
     undisturbed = train(module, data, "gaussian:std=0.001", FederationPlan(**how))
     for stop in (2, 4):
         with pytest.raises(Killed):
-            train(
-                module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path, progress=killed_after(stop)
-            )
+            train(module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path, progress=killed_after(stop))
         assert len(json.loads((tmp_path / "history.json").read_text())["acc_test"]) == stop
     resumed = train(module, data, "gaussian:std=0.001", FederationPlan(**how), folder=tmp_path)
     same(undisturbed, resumed)

@@ -11,9 +11,7 @@ from gradveil.core.errors import UserError
 from gradveil.federation.partition import share
 
 labels = st.lists(st.integers(0, 6), min_size=1, max_size=120).map(torch.tensor)
-ways = st.sampled_from(
-    ["iid", "dirichlet", "dirichlet:alpha=0.001", "dirichlet:alpha=100", "classes", "classes:per_client=1"]
-)
+ways = st.sampled_from(["iid", "dirichlet", "dirichlet:alpha=0.001", "dirichlet:alpha=100", "classes", "classes:per_client=1"])
 
 
 @given(labels, st.integers(1, 20), ways, st.integers(0, 5))

@@ -39,18 +39,10 @@ def close(state: Tensors, expected: dict[str, Tensor], tolerance: float = 1e-6) 
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fedavg_is_the_mean_of_local_models_weighted_by_examples(
-    plain: nn.Module, data: DataSet, momentum: float
-) -> None:
+def test_fedavg_is_the_mean_of_local_models_weighted_by_examples(plain: nn.Module, data: DataSet, momentum: float) -> None:
     how = {"lr": 0.2, "momentum": momentum, "weight_decay": 0.01}
     plan = FederationPlan(
-        rounds=2,
-        clients=3,
-        images_per_client=16,
-        local_epochs=2,
-        batch_size=None,
-        partition="dirichlet:alpha=0.4",
-        **how,
+        rounds=2, clients=3, images_per_client=16, local_epochs=2, batch_size=None, partition="dirichlet:alpha=0.4", **how
     )
     federation = Federation(plain, data, "none", plan)
     assert len({len(s) for s in federation.shares}) > 1  # or the weights would not show
@@ -70,10 +62,7 @@ def test_fedavg_is_the_mean_of_local_models_weighted_by_examples(
 def test_fedsgd_with_one_client_is_plain_sgd(plain: nn.Module, data: DataSet, momentum: float) -> None:
     how = {"lr": 0.2, "momentum": momentum, "weight_decay": 0.01}
     history = train(
-        plain,
-        data,
-        "none",
-        FederationPlan(rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how),
+        plain, data, "none", FederationPlan(rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how)
     )
     close(history.state, sgd(plain, data, [data.private] * 6, **how).state_dict())
 
@@ -84,9 +73,7 @@ def test_fedsgd_of_all_clients_is_sgd_on_all_images(plain: nn.Module, data: Data
         plain,
         data,
         "none",
-        FederationPlan(
-            rounds=4, clients=5, images_per_client=9, batch_size=None, partition="dirichlet", fedsgd=True, **how
-        ),
+        FederationPlan(rounds=4, clients=5, images_per_client=9, batch_size=None, partition="dirichlet", fedsgd=True, **how),
     )
     close(history.state, sgd(plain, data, [data.private[:45]] * 4, **how).state_dict())
 
@@ -192,9 +179,7 @@ def test_the_cosine_tells_a_scaled_update_from_a_turned_one(plain: nn.Module, da
 
 def test_traffic_counts_what_is_sent(plain: nn.Module, data: DataSet) -> None:
     entries = sum(p.numel() for p in plain.parameters())
-    history = train(
-        plain, data, "prune:ratio=0.75", FederationPlan(rounds=1, clients=3, images_per_client=8, sampled=2)
-    )
+    history = train(plain, data, "prune:ratio=0.75", FederationPlan(rounds=1, clients=3, images_per_client=8, sampled=2))
     assert history.bytes_sent == [2 * 4 * entries]
     assert 0 < history.nonzero_sent[0] < 0.35 * 2 * entries
 
@@ -206,10 +191,7 @@ def test_learning_works_on_digits(make_data: Callable[..., DataSet]) -> None:
     digits = load("mnist-5k")
     module = build("cnn", input_shape=digits.input_shape, num_classes=10, seed=0)
     history = train(
-        module,
-        digits,
-        "none",
-        FederationPlan(rounds=8, clients=5, images_per_client=200, evaluate_every=4, local_epochs=2),
+        module, digits, "none", FederationPlan(rounds=8, clients=5, images_per_client=200, evaluate_every=4, local_epochs=2)
     )
     assert [a is None for a in history.acc_test] == [True, True, True, False] * 2
     assert (history.acc_test[-1] or 0) > 0.75

@@ -41,9 +41,7 @@ def test_it_writes_curves_and_goes_on_where_it_stood(tmp_path: Path) -> None:
         run(f"{options} --seed 1")
 
 
-def test_quiet_says_nothing_and_the_default_folder_is_the_commands_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_says_nothing_and_the_default_folder_is_the_commands_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(f"{SMALL} --quiet") == ""
     assert run(f"{SMALL} --quiet --defense prune:ratio=0.5") == ""

@@ -67,9 +67,7 @@ def test_parameters(spec: str, shape: tuple[int, int, int], classes: int, parame
         ("resnet20", COLOUR, 10, 272),
     ],
 )
-def test_sizes_that_papers_and_their_code_give(
-    spec: str, shape: tuple[int, int, int], classes: int, thousands: float
-) -> None:
+def test_sizes_that_papers_and_their_code_give(spec: str, shape: tuple[int, int, int], classes: int, thousands: float) -> None:
     assert count(made(spec, shape, classes)) / 1000 == pytest.approx(thousands, rel=5e-3)
 
 
@@ -81,11 +79,7 @@ def test_the_tensors_that_published_settings_point_at() -> None:
         assert parameters[place][0] == "fc.weight"
     convolutions = [m for m in made("resnet18:width=4").modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 20
-    assert [i for i, m in enumerate(convolutions) if m.kernel_size == (1, 1)] == [
-        7,
-        12,
-        17,
-    ]  # one a stage from the second
+    assert [i for i, m in enumerate(convolutions) if m.kernel_size == (1, 1)] == [7, 12, 17]  # one a stage from the second
     assert dict(made("convbig").named_parameters())["fc2.weight"].shape == (1000, 2000)
 
 
@@ -120,9 +114,7 @@ def test_what_attacks_and_defenses_rely_on(name: str) -> None:
     assert isinstance(model.get_submodule("fc"), nn.Linear)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in ALL if n not in ("densenet121", "vgg16", "convbig", "smlp", "dmlp", "resnet34")]
-)
+@pytest.mark.parametrize("name", [n for n in ALL if n not in ("densenet121", "vgg16", "convbig", "smlp", "dmlp", "resnet34")])
 def test_gradients_of_many_victims_at_once_and_their_derivative(name: str) -> None:
     """vmap(grad) agrees with one victim at a time, and the image can be reached through it."""
     model = made(SMALL.get(name, name), (3, 20, 20), 5).eval()

@@ -103,9 +103,7 @@ def test_a_process_that_dies_while_it_has_nothing_to_do_costs_no_job_a_try(monke
 def test_what_the_user_must_mend_ends_the_run_in_one_line(monkeypatch):
     with pytest.raises(UserError, match="^the disk is full$"):
         run({"full": ["b"]}, "abc", 1, monkeypatch)
-    with pytest.raises(
-        UserError, match=r"^a worker process could not start \(no such data\); what is finished is kept"
-    ):
+    with pytest.raises(UserError, match=r"^a worker process could not start \(no such data\); what is finished is kept"):
         run({"refuse": "no such data"}, "abc", 2, monkeypatch)
 
 

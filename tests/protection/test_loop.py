@@ -185,9 +185,7 @@ def removed(tensors: Tensors) -> Tensors:
         (lambda t: {**t, "3.bias": torch.full((3,), 1e300, dtype=torch.double)}, "not finite in '3.bias'"),
     ],
 )
-def test_what_must_not_leave_changes_no_gradient(
-    answer: Callable[[Tensors], object], words: str, shapes: DataSet
-) -> None:
+def test_what_must_not_leave_changes_no_gradient(answer: Callable[[Tensors], object], words: str, shapes: DataSet) -> None:
     model = network(norm=False)
     model[0].bias.grad = torch.ones(4)
     shield = gv.protect(model, Answer(answer), data=shapes.private)
@@ -266,11 +264,7 @@ def test_what_an_image_became_it_stays_after_a_restart(shapes: DataSet, tmp_path
     assert torch.allclose(first[-1].weight.grad, second[-1].weight.grad, atol=1e-6)
     again.backward(shapes.private.x[4:8], shapes.private.y[4:8])
     assert defense.seen == 2
-    assert {n: tuple(t.shape) for n, t in again.state_dict().items()} == {
-        "hash": (8, 32),
-        "x": (8, 1, 12, 12),
-        "y": (8,),
-    }
+    assert {n: tuple(t.shape) for n, t in again.state_dict().items()} == {"hash": (8, 32), "x": (8, 1, 12, 12), "y": (8,)}
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,7 @@ def test_points_stand_in_their_order_and_on_the_line_they_lie_on(written: Writte
 def test_rows_are_lines_across_the_columns_and_one_that_was_not_run_is_left_out(
     written: Written, make_result: MakeResult
 ) -> None:
-    rows = {
-        "MSE": {"victims": [1.0, 0.1, 3], "a < b": [3.0, 0.1, 3]},
-        "PSNR": {"victims": [2.0, 0, 1], "a < b": "not run"},
-    }
+    rows = {"MSE": {"victims": [1.0, 0.1, 3], "a < b": [3.0, 0.1, 3]}, "PSNR": {"victims": [2.0, 0, 1], "a < b": "not run"}}
     root = drawn(written(RECIPE + "lines: [victims, a < b]"), make_result(rows=rows))
     (left, low), (right, high) = places(root)
     assert left < right and low > high

@@ -110,9 +110,7 @@ def test_every_recipe_makes_a_claim_that_can_be_checked() -> None:
 
 def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    text = (
-        "title: x\naudits: {a: {data: mnist-5k}}\nrows: {r: {metric: psnr}}\ncolumns: {c: {audit: a}}\nsource: none\n"
-    )
+    text = "title: x\naudits: {a: {data: mnist-5k}}\nrows: {r: {metric: psnr}}\ncolumns: {c: {audit: a}}\nsource: none\n"
     file.write_text(text)
     with pytest.raises(UserError, match="names no attack"):
         _ = load(str(file)).at("cpu").cells
@@ -125,9 +123,7 @@ def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path: Path) -> None:
     file.write_text(text + "claims: [{text: t, at_most: [0, r | d]}]\n")
     with pytest.raises(UserError, match="which the table has not"):
         load(str(file))
-    file.write_text(
-        text + "measures: {m: {kind: perturbations, data: mnist-5k, seed: 0, images: 2, noise: 1, scal: 2}}\n"
-    )
+    file.write_text(text + "measures: {m: {kind: perturbations, data: mnist-5k, seed: 0, images: 2, noise: 1, scal: 2}}\n")
     with pytest.raises(UserError, match=r"measures\.m\.perturbations\.scale: Field required"):
         load(str(file)).at("cpu")
     file.write_text(text + "cell: {attack: ig, against: feed}\n")

@@ -31,10 +31,7 @@ source: nothing.
 
 
 def test_a_stopped_measure_goes_on_with_its_next_piece(
-    written: Callable[[str], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    written: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load(written(RECIPE))
     whole = run_recipe(recipe, "cpu", tmp_path / "whole").rows

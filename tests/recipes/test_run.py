@@ -70,9 +70,7 @@ def test_a_table_is_filled_and_its_claims_judged(recipe: Path, tmp_path: Path) -
     assert [claim.verdict for claim in result.claims] == ["holds", "cannot be told"]
 
 
-def test_cells_are_shared_between_recipes_and_runs(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_are_shared_between_recipes_and_runs(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = counted(monkeypatch)
     first = run_recipe(load(str(recipe)), "cpu", tmp_path / "out")
     assert sorted(done) == sorted(

@@ -103,18 +103,10 @@ def test_a_phone_does_not_scroll_sideways(run: Callable[..., Path], tmp_path: Pa
 
 def test_opening_the_page_from_disk_asks_the_network_for_nothing(run: Callable[..., Path], tmp_path: Path) -> None:
     page, log = write_report(run()), tmp_path / "net.json"
-    command = [
-        str(CHROMIUM),
-        *OPTIONS,
-        f"--user-data-dir={tmp_path / 'profile'}",
-        f"--log-net-log={log}",
-        page.as_uri(),
-    ]
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", page.as_uri()]
     subprocess.run(command, capture_output=True, timeout=120, check=True)
     asked = set(re.findall(r'"url":"([^"]+)"', log.read_text(encoding="utf-8", errors="replace")))
-    assert not [url for url in asked if url.startswith(("http:", "https:", "ws:", "wss:")) and "google" not in url], (
-        asked
-    )
+    assert not [url for url in asked if url.startswith(("http:", "https:", "ws:", "wss:")) and "google" not in url], asked
 
 
 @pytest.mark.parametrize(("name", "width"), [("desktop", 1280), ("phone", 390)])
@@ -126,9 +118,7 @@ def test_pictures_of_the_page_are_kept(name: str, width: int, run: Callable[...,
     shot.unlink(missing_ok=True)
     page = write_report(run()).as_uri()
     how = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2400", "--hide-scrollbars"]
-    subprocess.run(
-        [str(CHROMIUM), *QUIET, *how, f"--screenshot={shot}", page], capture_output=True, timeout=120, check=True
-    )
+    subprocess.run([str(CHROMIUM), *QUIET, *how, f"--screenshot={shot}", page], capture_output=True, timeout=120, check=True)
     from PIL import Image
 
     with Image.open(shot) as picture:

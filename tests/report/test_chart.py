@@ -53,10 +53,7 @@ def test_points_stand_where_their_numbers_say(made: Made) -> None:
     assert a.x == pytest.approx((scatter.left + scatter.right) / 2)
     assert a.y == pytest.approx((scatter.top + scatter.bottom) / 2)
     height = scatter.bottom - scatter.top
-    assert (a.low, a.high) == (
-        pytest.approx(scatter.bottom - height / 4),
-        pytest.approx(scatter.bottom - height * 3 / 4),
-    )
+    assert (a.low, a.high) == (pytest.approx(scatter.bottom - height / 4), pytest.approx(scatter.bottom - height * 3 / 4))
 
 
 def test_without_utility_the_cosine_is_the_cost_and_unchanged_is_left(made: Made) -> None:

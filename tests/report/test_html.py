@@ -233,9 +233,7 @@ def test_strips_hold_the_very_pixels_of_the_tensors(run: Run) -> None:
     wanted = load_file(folder / "tensors" / "cell-01-00.safetensors")
     label = next(a for a in page.of("span", role="img") if a["aria-label"] == "The same image as rebuilt by ig")
     assert "s" + label["class"].split(" s")[1] in page.source
-    strips = {
-        strip.tobytes() for strip in (tiles(page, i) for i in range(page.source.count("background-image:url(data")))
-    }
+    strips = {strip.tobytes() for strip in (tiles(page, i) for i in range(page.source.count("background-image:url(data")))}
     for name in ("original", "reconstruction"):
         images = (wanted[name].reshape(6, 3, 8, 10).transpose(2, 0, 3, 1).reshape(8, 60, 3) * 255).round()
         assert images.astype(np.uint8).tobytes() in strips

@@ -17,20 +17,12 @@ Parsed = Callable[[dict[str, Any]], Summary]
 CONDITION = 'worst.ssim.max > 0.6 and spec != "none"'
 
 
-def test_a_suite_a_defense_and_failures_where_conditions_hold(
-    parsed: Parsed, summary: dict[str, Any], tmp_path: Path
-) -> None:
-    file = write_junit(
-        parsed(summary), {CONDITION: ["prune:ratio=0.9"], "worst.asr > 2": []}, tmp_path / "deep" / "junit.xml"
-    )
+def test_a_suite_a_defense_and_failures_where_conditions_hold(parsed: Parsed, summary: dict[str, Any], tmp_path: Path) -> None:
+    file = write_junit(parsed(summary), {CONDITION: ["prune:ratio=0.9"], "worst.asr > 2": []}, tmp_path / "deep" / "junit.xml")
     root = ET.parse(file).getroot()
     suites = {s.get("name"): s for s in root.iter("testsuite")}
     assert list(suites) == ["none", "prune:ratio=0.9", "precode"]
-    assert {name: s.get("failures") for name, s in suites.items()} == {
-        "none": "0",
-        "prune:ratio=0.9": "1",
-        "precode": "0",
-    }
+    assert {name: s.get("failures") for name, s in suites.items()} == {"none": "0", "prune:ratio=0.9": "1", "precode": "0"}
     assert root.get("tests") == "15" and root.get("failures") == "1"  # 3 × (2 conditions + 3 attacks)
     (failing,) = [c for c in suites["prune:ratio=0.9"].iter("testcase") if c.find("failure") is not None]
     failure = failing.find("failure")
@@ -40,9 +32,7 @@ def test_a_suite_a_defense_and_failures_where_conditions_hold(
     assert verdicts == {"no leak shown"}
 
 
-def test_a_leak_without_a_condition_is_told_but_does_not_fail(
-    parsed: Parsed, summary: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_leak_without_a_condition_is_told_but_does_not_fail(parsed: Parsed, summary: dict[str, Any], tmp_path: Path) -> None:
     root = ET.parse(write_junit(parsed(summary), {}, tmp_path / "junit.xml")).getroot()
     assert root.get("failures") == "0"
     assert {p.get("value") for p in root.iter("property") if p.get("name") == "verdict"} >= {"leaks"}

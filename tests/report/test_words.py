@@ -122,10 +122,7 @@ def test_a_rate_that_is_no_count_of_the_images_is_not_turned_into_one() -> None:
 
 
 def test_failed_and_inapplicable_attacks_count_as_not_tested() -> None:
-    rows = [
-        row("ggl", status="not applicable", error="needs a generator"),
-        row("dlg", status="failed", error="not finite"),
-    ]
+    rows = [row("ggl", status="not applicable", error="needs a generator"), row("dlg", status="failed", error="not finite")]
     given = view(CONTROL, defense("a", "no leak shown", attacks=rows), defense("b", "no leak shown", attacks=rows[:1]))
     items = words.not_tested(given)
     assert "ggl against 2 defenses: not applicable (needs a generator)" in items

@@ -17,16 +17,7 @@ from gradveil import cli
 from gradveil.auditing.spec import read_spec
 from gradveil.core.errors import UserError
 from gradveil.models import build
-from gradveil.storage.files import (
-    LOCK,
-    DiskFull,
-    alone_in,
-    no_space,
-    remove_leftovers,
-    write_atomic,
-    write_tensors,
-    write_text,
-)
+from gradveil.storage.files import LOCK, DiskFull, alone_in, no_space, remove_leftovers, write_atomic, write_tensors, write_text
 
 SHAPE = {"input_shape": (1, 4, 4), "num_classes": 2}
 
@@ -83,11 +74,7 @@ def test_files_are_private(tmp_path):
 
 
 def test_a_second_writer_is_refused_and_may_come_later(tmp_path):
-    with (
-        FileLock(tmp_path / LOCK),
-        pytest.raises(UserError, match="another search is writing"),
-        alone_in(tmp_path, "search"),
-    ):
+    with FileLock(tmp_path / LOCK), pytest.raises(UserError, match="another search is writing"), alone_in(tmp_path, "search"):
         pass
     with alone_in(tmp_path / "new" / "folder", "search"):
         assert (tmp_path / "new" / "folder").is_dir()

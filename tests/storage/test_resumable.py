@@ -75,9 +75,7 @@ def train_extractor(cache: Path | None) -> Tensors:
 
 def train_evaluator(cache: Path | None) -> Tensors:
     function = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(144, 3)))
-    setup = Setup(
-        Task(function, (1, 12, 12), 3, torch.zeros(1), torch.ones(1)), function.state(), images(), cache=cache
-    )
+    setup = Setup(Task(function, (1, 12, 12), 3, torch.zeros(1), torch.ones(1)), function.state(), images(), cache=cache)
     return refiner_evaluator.evaluator_for(setup, 12).state_dict()
 
 

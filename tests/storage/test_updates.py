@@ -103,15 +103,7 @@ def test_other_precisions_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     assert all(torch.equal(t, tensors[n].float()) for n, t in found.items())
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.float8_e4m3fn,
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_a_gradient_is_made_of_floating_point_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = filled()
     tensors["fc.bias"] = torch.zeros(2).to(dtype)

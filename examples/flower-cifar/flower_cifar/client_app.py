@@ -24,9 +24,7 @@ def train_round(message: Message, context: Context) -> Message:
     net, images = setup(message, context)
     config = context.run_config
     loss = train(net, images, epochs=config["local-epochs"], batch_size=config["batch-size"], lr=config["lr"])
-    metrics = MetricRecord(
-        {"train-loss": loss, "num-examples": len(images), "part": context.node_config["partition-id"]}
-    )
+    metrics = MetricRecord({"train-loss": loss, "num-examples": len(images), "part": context.node_config["partition-id"]})
     return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=message)
 
 

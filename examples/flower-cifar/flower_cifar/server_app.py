@@ -38,12 +38,8 @@ def main(grid: Grid, context: Context) -> None:
     )
     curves = {
         "data": data.name,
-        "acc_test": [
-            result.evaluate_metrics_serverapp[r]["accuracy"] for r in sorted(result.evaluate_metrics_serverapp)
-        ],
-        "acc_clients": [
-            result.evaluate_metrics_clientapp[r]["accuracy"] for r in sorted(result.evaluate_metrics_clientapp)
-        ],
+        "acc_test": [result.evaluate_metrics_serverapp[r]["accuracy"] for r in sorted(result.evaluate_metrics_serverapp)],
+        "acc_clients": [result.evaluate_metrics_clientapp[r]["accuracy"] for r in sorted(result.evaluate_metrics_clientapp)],
     }
     (out / "accuracy.json").write_text(json.dumps(curves, indent=1) + "\n")
     print(f"what the server saw of round 1: {out / 'round-001'}")

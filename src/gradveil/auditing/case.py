@@ -62,9 +62,7 @@ class Case:
             if isinstance(error, UserError):
                 raise
             reason = " ".join(str(error).split())
-            raise UserError(
-                f"defense '{defense.spec}' cannot change this model ({type(error).__name__}: {reason})."
-            ) from None
+            raise UserError(f"defense '{defense.spec}' cannot change this model ({type(error).__name__}: {reason}).") from None
 
     # -- what is attacked --------------------------------------------------------------------------------------------
 
@@ -101,9 +99,7 @@ class Case:
         given = next((a for a in self.spec.attacks if isinstance(a, Attack) and a.spec == text), None)
         return given or attack_methods.parse(text)
 
-    def task(
-        self, defense: Defense, tampering: Attack | None = None, trained: Tensors | None = None
-    ) -> tuple[Task, Tensors]:
+    def task(self, defense: Defense, tampering: Attack | None = None, trained: Tensors | None = None) -> tuple[Task, Tensors]:
         """The task with the model as both sides run it (the server's, tampered with, then changed by the defense), and
         the model's state."""
         module = copy.deepcopy(self.server)
@@ -158,9 +154,7 @@ def pick_victims(labels: Tensor, victims: int, size: int, random: torch.Generato
     """Victims × batch places in the private part, none twice: every class once, in random order, then again."""
     wanted = victims * size
     if wanted > len(labels):
-        raise UserError(
-            f"{victims} victims with {size} images each need {wanted} private images; the data has {len(labels)}."
-        )
+        raise UserError(f"{victims} victims with {size} images each need {wanted} private images; the data has {len(labels)}.")
     shuffled = torch.randperm(len(labels), generator=random)
     before: Counter[int] = Counter()
     turn = []

@@ -227,9 +227,7 @@ def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> 
         whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
         taken = row_bytes(whole.workload) * len(observations) * attack.cost(whole.workload).rows
         memory = min(taken, memory or taken) // 2
-    run = partial(
-        attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache
-    )
+    run = partial(attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache)
     if limits.device == CPU:
         return run(observations)
     with OnDevice(limits.device):
@@ -277,9 +275,7 @@ def _label_accuracy(truth: Sequence[Batch], answers: Sequence[Reconstruction]) -
     return right / sum(len(b) for b in truth)
 
 
-def _by_image(
-    originals: Sequence[Batch], scores: Sequence[Scores], answers: Sequence[Reconstruction]
-) -> Iterator[ImageScores]:
+def _by_image(originals: Sequence[Batch], scores: Sequence[Scores], answers: Sequence[Reconstruction]) -> Iterator[ImageScores]:
     for v, (batch, score, answer) in enumerate(zip(originals, scores, answers, strict=True)):
         guesses = answer.labels if answer.labels is not None and answer.labels.ndim == 1 else None
         for i in range(len(batch)):

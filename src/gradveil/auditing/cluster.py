@@ -136,9 +136,7 @@ def _write(folder: RunFolder, files: Files) -> None:
 # -- on a node ---------------------------------------------------------------------------------------------------------
 
 
-def do_cell(
-    spec: dict[str, object], cell: dict[str, object], limits: tuple[int | None, str, bool], *needs: Files
-) -> Files:
+def do_cell(spec: dict[str, object], cell: dict[str, object], limits: tuple[int | None, str, bool], *needs: Files) -> Files:
     """One cell in a private folder; returns the files that it wrote."""
     torch.set_num_threads(1)
     (case, keys), todo = _case(json.dumps(spec)), Cell.read(cell)

@@ -89,13 +89,7 @@ def _code(method: Attack | Defense) -> list[object]:
 
 
 def _cell(
-    case: Case,
-    kind: CellKind,
-    facts: Sequence[object],
-    defense: str = "",
-    attack: str = "",
-    *,
-    needs: Sequence[Cell] = (),
+    case: Case, kind: CellKind, facts: Sequence[object], defense: str = "", attack: str = "", *, needs: Sequence[Cell] = ()
 ) -> Cell:
     """`facts` are what the content depends on beside the case, the methods' texts and the cells it needs."""
     keys = tuple(cell.key for cell in needs)

@@ -49,12 +49,7 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
 
 
 def complete(
-    cells: Sequence[Cell],
-    missing: Sequence[Cell],
-    case: Case,
-    folder: RunFolder,
-    execution: Execution,
-    display: Display,
+    cells: Sequence[Cell], missing: Sequence[Cell], case: Case, folder: RunFolder, execution: Execution, display: Display
 ) -> None:
     """Do the missing ones of these cells. Ctrl-C keeps what is done and says how much that is."""
     display.start(len(cells), len(cells) - len(missing))

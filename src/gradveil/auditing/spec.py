@@ -77,9 +77,7 @@ class AuditSpec(BaseModel):
     budget: Budget = "quick"
     seed: int = Field(0, ge=0, description="Seed of all randomness.")
     updates: int = Field(1, ge=1, description="Updates of a batch that the server sees.")
-    num_classes: Annotated[int | None, Option("classes")] = Field(
-        None, ge=2, description="Number of classes. [from the data]"
-    )
+    num_classes: Annotated[int | None, Option("classes")] = Field(None, ge=2, description="Number of classes. [from the data]")
     utility: Annotated[UtilityTraining | None, OUTSIDE_CASE] = Field(
         None, description="Train under each defense to see its cost."
     )

@@ -145,8 +145,7 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
         attacks=len(ran),
         recognised=sum(bool(image.identified) and image.recognisable for image in images),
         by_victim=tuple(
-            VictimWorst(**image.model_dump(include=set(VictimWorst.model_fields)), attack=attack)
-            for image, attack in best
+            VictimWorst(**image.model_dump(include=set(VictimWorst.model_fields)), attack=attack) for image, attack in best
         ),
     )
 
@@ -220,9 +219,7 @@ def _warnings(case: Case, control: DefenseRow) -> tuple[str, ...]:
     ok = [row for row in control.attacks if row.ok and row.against == "original"]
     weak = [row.spec for row in ok if row.identified and row.identified.low <= row.identified.chance]
     if ok and control.verdict != LEAKS:
-        items.append(
-            "Without a defense no attack succeeded, so this audit is too weak to say anything about a defense."
-        )
+        items.append("Without a defense no attack succeeded, so this audit is too weak to say anything about a defense.")
     elif weak:
         names = ", ".join(weak)
         items.append(f"Without a defense {names} did not succeed either, so its failing under a defense says nothing.")
@@ -234,16 +231,12 @@ def _warnings(case: Case, control: DefenseRow) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _defense_warnings(
-    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell]
-) -> tuple[str, ...]:
+def _defense_warnings(case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell]) -> tuple[str, ...]:
     items = []
     if observed.status != "ok":
         items.append(f"its updates could not be computed: {observed.error}")
     if defense.random and case.spec.updates == 1:
-        items.append(
-            "random, but judged on a single draw: repeated updates of the same images may leak more (--updates)"
-        )
+        items.append("random, but judged on a single draw: repeated updates of the same images may leak more (--updates)")
     if observed.zero_updates:
         items.append(f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked")
     if observed.broken_updates:

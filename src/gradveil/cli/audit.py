@@ -40,9 +40,7 @@ class Gate:
         conditions = [Condition(text) for text in self.fail_if]
         for condition in conditions:
             if any(field.startswith("utility.") for field in condition.fields) and not spec.utility:
-                raise UserError(
-                    f"--fail-if '{condition.text}' asks for the utility, which is measured only with --utility."
-                )
+                raise UserError(f"--fail-if '{condition.text}' asks for the utility, which is measured only with --utility.")
         if self.junit is not None:
             check_file(self.junit)
         return conditions

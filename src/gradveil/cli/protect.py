@@ -21,9 +21,7 @@ def command(
     *,
     defense: Annotated[str, typer.Option(help="loda, ats, mixup, instahide, as name:key=value,…")] = "loda",
     public: Annotated[str | None, typer.Option(help="Data of the same kind that anybody may have.")] = None,
-    size: Annotated[
-        int | None, typer.Option(help="Crop to a square of N pixels.", metavar="N", min=4, max=1024)
-    ] = None,
+    size: Annotated[int | None, typer.Option(help="Crop to a square of N pixels.", metavar="N", min=4, max=1024)] = None,
     reproducible: Annotated[
         int | None, typer.Option(help="Draw from this seed: who knows it can undo the copy.", metavar="SEED")
     ] = None,
@@ -37,9 +35,7 @@ def command(
     if reproducible is not None:
         Console(stderr=True).print(f"Warning: {REPRODUCIBLE}", style="yellow", soft_wrap=True)
     with progress_bar("protecting", quiet) as show:
-        copy = protect_files(
-            source, target, defense, public=public, size=size, reproducible=reproducible, progress=show
-        )
+        copy = protect_files(source, target, defense, public=public, size=size, reproducible=reproducible, progress=show)
     if not quiet:
         originals, protected = copy.original[:COMPARED], copy.protected.x[:COMPARED].clamp(0, 1)
         nearest = identify(originals.x, originals.y, protected, copy.original).identified

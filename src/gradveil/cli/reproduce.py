@@ -34,9 +34,7 @@ class Reproduction:
 
 
 def command(
-    name: Annotated[
-        list[str] | None, typer.Argument(help="Recipes (precode/table1), papers (precode), or all.")
-    ] = None,
+    name: Annotated[list[str] | None, typer.Argument(help="Recipes (precode/table1), papers (precode), or all.")] = None,
     *,
     reproduction: Reproduction,
     listed: Annotated[bool, typer.Option("--list", help="Show every recipe and stop.")] = False,

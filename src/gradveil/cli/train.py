@@ -43,14 +43,7 @@ def command(training: Training, plan: FederationPlan, *, quiet: Quiet = False) -
     with progress_bar("training", quiet) as show:
         try:
             history = train(
-                module,
-                data,
-                training.defense,
-                plan,
-                loss=training.loss,
-                cache=folder / "cache",
-                folder=folder,
-                progress=show,
+                module, data, training.defense, plan, loss=training.loss, cache=folder / "cache", folder=folder, progress=show
             )
         except KeyboardInterrupt:
             typer.echo(f"gradveil: stopped; the same command resumes from {folder}.", err=True)

@@ -154,9 +154,7 @@ class ModelFunction:
             rows.append(self._one(weights, fixed, x[n], y[n], {k: v[n] for k, v in noise.items()}))
         return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
-    def route(
-        self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, stacked: bool = False
-    ) -> Route:
+    def route(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, stacked: bool = False) -> Route:
         """`vmap` if it runs on this model and agrees with one victim at a time on a probe of this shape."""
         key = (x.shape[1:], stacked)
         if key not in self._routes:
@@ -180,9 +178,7 @@ class ModelFunction:
 
     # -- local training ----------------------------------------------------------------------------------------------
 
-    def updates(
-        self, state: Tensors, x: Tensor, y: Tensor, training: LocalTraining, noise: Tensors | None = None
-    ) -> Tensors:
+    def updates(self, state: Tensors, x: Tensor, y: Tensor, training: LocalTraining, noise: Tensors | None = None) -> Tensors:
         """What N victims would send after their local training on `x`: gradients, or weight deltas, differentiable."""
         if training.kind == "gradient":
             return self.gradients(state, x, y, noise)

@@ -60,9 +60,7 @@ class NamedSet:
             return embedded.read(options)
         folder = self.folder()
         if folder is None:
-            raise UserError(
-                f"{self.name} is read from the folder that {FOLDER} names, which is not set; mnist-5k needs none."
-            )
+            raise UserError(f"{self.name} is read from the folder that {FOLDER} names, which is not set; mnist-5k needs none.")
         if not folder.is_dir():
             raise UserError(f"{self.name}: no folder {folder}; create it and add {self.files}.")
         return read_folder(folder, options, expected=f"{self.files}, or an .npz file")
@@ -76,9 +74,7 @@ _FACES = "faces of 40 people, 64×64 grey; split=person keeps people apart"
 _TINY = "photographs, 32×32 colour (size=64 for the originals), 200 classes"
 _SCANS = "X-ray, CT and MR pictures, 64×64 grey, 6 classes"
 _CELEBRITIES = "faces, 32×32 colour (size=N for others), label: attribute=Male"
-EMBEDDED = NamedSet(
-    "mnist-5k", "5,000 MNIST digits, 28×28 grey, 10 classes; built in", 5_000, 10, _MNIST, "nothing", _DIGITS
-)
+EMBEDDED = NamedSet("mnist-5k", "5,000 MNIST digits, 28×28 grey, 10 classes; built in", 5_000, 10, _MNIST, "nothing", _DIGITS)
 _SETS = (
     EMBEDDED,
     NamedSet("mnist", "handwritten digits, 28×28 grey, 10 classes", 60_000, 10, _MNIST, _IDX, _DIGITS),

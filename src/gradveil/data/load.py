@@ -87,9 +87,7 @@ def _gather(source: Source, options: Options, seed: int) -> Raw:
     if len(set(shapes)) > 1:
         raise UserError(f"{name}: training images are {shape_text(shapes[0])}, test images {shape_text(shapes[1])}.")
     if max(shapes[0][:2]) > MAX_SIDE:
-        raise UserError(
-            f"{name}: images of {shape_text(shapes[0][:2])} pixels are too large; set size=N to shrink them."
-        )
+        raise UserError(f"{name}: images of {shape_text(shapes[0][:2])} pixels are too large; set size=N to shrink them.")
     return Raw(decoded[0], decoded[1] if len(decoded) > 1 else None, raw.class_names)
 
 
@@ -119,9 +117,7 @@ def _classes(raw: Raw, expected: int | None, named: NamedSet | None, name: str) 
     if not count:  # unknown: then every number up to the largest label must be a class
         count = int(labels.max()) + 1
         if missing := sorted(set(range(min(count, len(labels) + 1))) - set(labels.tolist())):
-            raise UserError(
-                f"{name}: no image has label {missing[0]}, but labels reach {count - 1}; number them without gaps."
-            )
+            raise UserError(f"{name}: no image has label {missing[0]}, but labels reach {count - 1}; number them without gaps.")
     if labels.max() >= count:
         raise UserError(f"{name}: labels reach {labels.max()}, but there are {count} classes (numbered from 0).")
     if count < 2:

@@ -108,9 +108,7 @@ def checked_pixels(x: Array, where: str) -> Array:
     if not (np.isfinite(low) and np.isfinite(high)):
         raise UserError(f"{where}: some pixels are not finite numbers.")
     if low < 0 or high > 1:
-        raise UserError(
-            f"{where}: pixels run from {low:.3g} to {high:.3g}; give uint8, or floats in [0, 1], not normalised."
-        )
+        raise UserError(f"{where}: pixels run from {low:.3g} to {high:.3g}; give uint8, or floats in [0, 1], not normalised.")
     return x.astype(np.float32, copy=False)
 
 

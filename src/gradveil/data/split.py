@@ -46,9 +46,7 @@ def subsample(images: Images, limit: int, rng: torch.Generator) -> Images:
     return images if len(images) <= limit else images.take(np.sort(stratified_order(images.y, rng)[:limit]))
 
 
-def split(
-    train: Images, test: Images | None, options: Options, *, seed: int, name: str
-) -> tuple[Images, Images, Images]:
+def split(train: Images, test: Images | None, options: Options, *, seed: int, name: str) -> tuple[Images, Images, Images]:
     """Private, public and test images. The public part is empty where `options.public` names another source for it."""
     rng = generator(seed, "split")
     public_people = None
@@ -75,9 +73,7 @@ def split(
         parts["public"] = public
     for label, images in parts.items():
         if not len(images):
-            raise UserError(
-                f"{name}: no images are left for the {label} part; it needs more images, or fewer private ones."
-            )
+            raise UserError(f"{name}: no images are left for the {label} part; it needs more images, or fewer private ones.")
     return private, public, test
 
 

@@ -223,9 +223,7 @@ def checked_update(expected: Mapping[str, Tensor], returned: object) -> Tensors:
                 kind = one.dtype if isinstance(one, Tensor) else type(one).__name__
                 raise UserError(f"'{name}' holds {kind}, not real floating point numbers; nothing is sent.")
         if value.shape != like.shape:
-            raise UserError(
-                f"'{name}' is {tuple(value.shape)} after the defense, not {tuple(like.shape)}; nothing is sent."
-            )
+            raise UserError(f"'{name}' is {tuple(value.shape)} after the defense, not {tuple(like.shape)}; nothing is sent.")
         checked[name] = value.detach().to(like)
         if not bool(torch.isfinite(checked[name]).all()):
             raise UserError(f"values would leave that are not finite in '{name}'; nothing is sent.")

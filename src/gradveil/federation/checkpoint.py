@@ -43,9 +43,7 @@ class Checkpoint:
         path = self.folder / STATE
         if not path.exists():
             if (self.folder / HISTORY).exists():
-                raise UserError(
-                    f"{self.folder} holds a {HISTORY} but no {STATE}, so it cannot go on; choose another folder."
-                )
+                raise UserError(f"{self.folder} holds a {HISTORY} but no {STATE}, so it cannot go on; choose another folder.")
             return History(), {}
         try:
             with safe_open(path, framework="pt") as file:

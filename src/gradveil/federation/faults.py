@@ -43,9 +43,7 @@ def too_late(limit: float) -> str:
     return f"took more than the {limit:g} s it had"
 
 
-def screen(
-    replies: Sequence[Reply | Failure], parameters: Tensors, buffers: Tensors
-) -> tuple[list[Reply], list[Failure]]:
+def screen(replies: Sequence[Reply | Failure], parameters: Tensors, buffers: Tensors) -> tuple[list[Reply], list[Failure]]:
     """The replies that can be averaged, and one failure for each of the others; both in the order of clients."""
     valid: list[Reply] = []
     failures: list[Failure] = []

@@ -56,10 +56,7 @@ _RESTART = 120  # seconds that a dead actor may take to start again
 
 
 def simulate(
-    federation: Federation,
-    server: Server,
-    history: History,
-    after_round: Callable[[History, Server], None] | None = None,
+    federation: Federation, server: Server, history: History, after_round: Callable[[History, Server], None] | None = None
 ) -> History:
     """Do the rounds that `history` does not hold yet, with every client as a node of a Flower simulation."""
     for name, value in _ENVIRONMENT.items():

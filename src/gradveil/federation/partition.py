@@ -56,9 +56,7 @@ class Classes(Partition):
     def share(self, labels: Tensor, clients: int, rng: torch.Generator) -> Shares:
         groups = _by_class(labels, rng)
         if self.per_client > len(groups):
-            raise UserError(
-                f"classes:per_client={self.per_client} asks for more classes than there are ({len(groups)})."
-            )
+            raise UserError(f"classes:per_client={self.per_client} asks for more classes than there are ({len(groups)}).")
         if clients * self.per_client < len(groups):
             raise UserError(
                 f"{clients} clients with {self.per_client} classes each leave some of {len(groups)} classes without a client; "
@@ -75,9 +73,7 @@ class Classes(Partition):
                 held[client].append(part)
         shares = [torch.cat(parts) for parts in held]
         if not all(len(s) for s in shares):
-            raise UserError(
-                f"{len(labels)} images are too few for {clients} clients with {self.per_client} classes each."
-            )
+            raise UserError(f"{len(labels)} images are too few for {clients} clients with {self.per_client} classes each.")
         return shares
 
 

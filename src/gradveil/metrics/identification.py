@@ -79,9 +79,7 @@ def identify(
     return Identification(ranks, distractors, correlation)
 
 
-def _better(
-    truth: Tensor, guess: Tensor, correlation: Tensor, images: Tensor, candidates: Tensor
-) -> tuple[Tensor, Tensor]:
+def _better(truth: Tensor, guess: Tensor, correlation: Tensor, images: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
     """Per victim: how many candidates are at least as similar as the truth, and how many are copies of the truth."""
     better, copies = torch.zeros(len(truth), dtype=torch.long), torch.zeros(len(truth), dtype=torch.long)
     for block in candidates.split(max(1, BLOCK // guess.shape[1])):

@@ -80,9 +80,7 @@ def lpips(truth: Tensor, reconstruction: Tensor, net: Net = "alex") -> Tensor | 
         return None
     weights = {name: w.to(x.device) for name, w in _load(*files).items()}
     chunks = zip(x.float().split(CHUNK), y.float().split(CHUNK), strict=True)
-    return torch.cat(
-        [_distance(imagenet_input(a), imagenet_input(b), NETWORKS[net], weights) for a, b in chunks]
-    ).double()
+    return torch.cat([_distance(imagenet_input(a), imagenet_input(b), NETWORKS[net], weights) for a, b in chunks]).double()
 
 
 def _files(net: Net) -> tuple[Path, Path] | None:

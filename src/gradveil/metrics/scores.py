@@ -64,8 +64,7 @@ def score_all(
     """
     finite = [r.detach().isfinite().flatten(1).all(dim=1).cpu() for r in reconstructions]
     guesses = [
-        torch.where(ok[:, None, None, None], as_pixels(r.cpu()), GREY)
-        for ok, r in zip(finite, reconstructions, strict=True)
+        torch.where(ok[:, None, None, None], as_pixels(r.cpu()), GREY) for ok, r in zip(finite, reconstructions, strict=True)
     ]
     pixels = [as_pixels(t.cpu()) for t in truths]
     orders = [match(t, g) for t, g in zip(pixels, guesses, strict=True)]

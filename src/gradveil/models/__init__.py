@@ -18,9 +18,7 @@ __all__ = ["MODELS", "Network", "build"]
 _IMPORT = re.compile(r"(?P<path>[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 
 
-def build(
-    spec: str | nn.Module | Callable[..., object], *, input_shape: Shape, num_classes: int, seed: int = 0
-) -> nn.Module:
+def build(spec: str | nn.Module | Callable[..., object], *, input_shape: Shape, num_classes: int, seed: int = 0) -> nn.Module:
     """The module that `spec` means, after it has returned one score per class for two test images.
 
     Args:
@@ -96,9 +94,7 @@ def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
         for module, training in modes.items():
             module.training = training
     if not isinstance(output, Tensor):
-        raise UserError(
-            f"model's output is a {type(output).__name__}, the data has {num_classes} classes; return scores."
-        )
+        raise UserError(f"model's output is a {type(output).__name__}, the data has {num_classes} classes; return scores.")
     if not output.is_floating_point():
         raise UserError(f"model's output is {output.dtype}; return one score per class as floating-point numbers.")
     if output.shape != (2, num_classes):

@@ -52,9 +52,7 @@ def classifier_on(
     return nn.Sequential(OrderedDict([*features.named_children(), *head.items()])).train()
 
 
-def kaiming_(
-    module: nn.Module, *kinds: type[nn.Conv2d | nn.Linear], mode: Literal["fan_in", "fan_out"] = "fan_in"
-) -> None:
+def kaiming_(module: nn.Module, *kinds: type[nn.Conv2d | nn.Linear], mode: Literal["fan_in", "fan_out"] = "fan_in") -> None:
     """He et al. 2015, for layers of these kinds: normal weights scaled for ReLU, biases zero."""
     for layer in module.modules():
         if isinstance(layer, kinds):

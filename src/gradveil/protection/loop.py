@@ -113,9 +113,7 @@ class Shield:
             encoded, _ = self._client.protect(state, batch[new], self._round)
             self._encoded.update((names[i], encoded[j : j + 1]) for j, i in enumerate(new))
         rows = [self._encoded[name] for name in names]
-        return Batch(
-            torch.cat([r.x for r in rows]).to(batch.x.device), torch.cat([r.y for r in rows]).to(batch.y.device)
-        )
+        return Batch(torch.cat([r.x for r in rows]).to(batch.x.device), torch.cat([r.y for r in rows]).to(batch.y.device))
 
     def _track_statistics(self, fed: Tensor) -> None:
         """BatchNorm's running statistics live in the model itself and are followed on what was really fed."""
@@ -181,6 +179,5 @@ def as_batch(data: Any) -> Batch:
         return Batch(data[0].float(), data[1])
     rows = [data[i] for i in range(len(data))]
     return Batch(
-        torch.stack([torch.as_tensor(x, dtype=torch.float32) for x, _ in rows]),
-        torch.as_tensor([int(y) for _, y in rows]),
+        torch.stack([torch.as_tensor(x, dtype=torch.float32) for x, _ in rows]), torch.as_tensor([int(y) for _, y in rows])
     )

@@ -56,8 +56,7 @@ def _scatter(left: float, up: str, xs: Sequence[float], ys: Sequence[float], acr
     parts += [_text(x(tick), bottom + 15, f"{tick:.3g}", "middle") for tick in rulers[0]]
     parts.append(_text((start + end) / 2, HEIGHT - GAP, across, "middle"))
     parts += [
-        f'<circle cx="{x(a)}" cy="{y(b)}" r="2.5" fill="{COLOURS[0]}" fill-opacity="0.6"/>'
-        for a, b in zip(xs, ys, strict=True)
+        f'<circle cx="{x(a)}" cy="{y(b)}" r="2.5" fill="{COLOURS[0]}" fill-opacity="0.6"/>' for a, b in zip(xs, ys, strict=True)
     ]
     if len(set(xs)) > 1:
         slope, at_zero = linear_regression(xs, ys)

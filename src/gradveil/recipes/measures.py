@@ -76,9 +76,7 @@ class AtsMeasurement(Measurement):
     victims: int = 1
     share: float = 0.1  # of the private images, to train on
 
-    def _workloads(
-        self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()
-    ) -> list[PlannedWork]:
+    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[PlannedWork]:
         """The training, the scores of so many policies, and the attacks under so many policies."""
         return [
             PlannedWork("training", self.model, round(self.share * private) * self.epochs),
@@ -278,10 +276,7 @@ class ObscuredAccuracy(Measurement):
         images, methods = min(private, self.images), [defenses.parse(text) for text in self.trained_on.values()]
         crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
         learned = len(methods) * images * self.epochs
-        return [
-            PlannedWork("obscuring", "cnn", crafted),
-            *(PlannedWork("training", m, learned) for m in self.models.values()),
-        ]
+        return [PlannedWork("obscuring", "cnn", crafted), *(PlannedWork("training", m, learned) for m in self.models.values())]
 
 
 def _obscured(bench: Bench, text: str, private: Batch, data: DataSet, seed: int) -> Tensor:

@@ -69,9 +69,7 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[PlannedWork]:
             images = len(updates) * spec.trained_epochs * facts.private
             add(f"{title}, trainings of the attacked model", len(updates), images, "training", spec.model, facts)
         if updates:
-            lines.append(
-                PlannedWork(f"{title}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates))
-            )
+            lines.append(PlannedWork(f"{title}, updates of {spec.victims} victims", len(updates), 0, 1.0 * len(updates)))
         if pairs:
             victims = spec.victims * spec.updates
             steps = sum(victims * _steps(attack, spec.model, facts, spec.budget) for _, attack in pairs)

@@ -12,15 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-from pydantic import (
-    BaseModel,
-    Field,
-    JsonValue,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
 from gradveil.auditing.spec import CONTROL, SUITE, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown

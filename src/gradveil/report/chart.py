@@ -200,13 +200,9 @@ def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Acc
     levels = [v for curve in curves.values() for _, v in curve]
     y_values = nice_ticks(min(levels), max(levels))
     x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
-    lines = [
-        AccuracyLine(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()
-    ]
+    lines = [AccuracyLine(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()]
     places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
-    return AccuracyChart(
-        [Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines
-    )
+    return AccuracyChart([Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines)
 
 
 @dataclass(frozen=True)

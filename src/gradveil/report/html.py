@@ -150,9 +150,7 @@ def galleries(run: RunFolder, summary: Summary, shown: Pictures) -> Iterator[Gal
         yield Gallery(defense, heads, rows)
 
 
-def _gallery_row(
-    row: AttackRow, cell: StoredCell, strip: Strip, shown: Pictures, *, many: bool, more: bool
-) -> GalleryRow:
+def _gallery_row(row: AttackRow, cell: StoredCell, strip: Strip, shown: Pictures, *, many: bool, more: bool) -> GalleryRow:
     tiles: list[Tile | None] = [None] * len(shown.places)
     for image in cell.victims:
         i = shown.places.index(image.place) if image.place in shown.places else -1
@@ -166,10 +164,7 @@ def _gallery_row(
 
 
 def _tiles(strip: Strip, alt: str, shown: Pictures, many: bool) -> list[Tile | None]:
-    return [
-        Tile(strip.sprite, i, f"{alt}, {who(p, many)}") if strip.present[i] else None
-        for i, p in enumerate(shown.places)
-    ]
+    return [Tile(strip.sprite, i, f"{alt}, {who(p, many)}") if strip.present[i] else None for i, p in enumerate(shown.places)]
 
 
 def who(place: ImagePlace, many: bool) -> str:

@@ -27,10 +27,5 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {
-    "spec": _breakable,
-    "digits": words.digits,
-    "percent": words.percent,
-    "seconds": words.seconds_text,
-}
+_TEMPLATES.filters |= {"spec": _breakable, "digits": words.digits, "percent": words.percent, "seconds": words.seconds_text}
 _TEMPLATES.globals |= {"words": words, "listing": listing, "plural": plural}

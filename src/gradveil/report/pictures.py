@@ -88,11 +88,7 @@ def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list
 
 
 def _encode(
-    run: RunFolder,
-    cells: Mapping[str, Sequence[StoredCell]],
-    places: list[ImagePlace],
-    side: int,
-    note: Callable[[str], None],
+    run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], places: list[ImagePlace], side: int, note: Callable[[str], None]
 ) -> Pictures:
     pictures = Pictures(places=places)
     sprites: dict[str, int] = {}

@@ -246,8 +246,7 @@ class RunFolder:
                     wanted = "victims × images × C × H × W"
                     raise UserError(f"{file}: '{name}' is {shape}, not {wanted}. Run the audit again.")
                 return [
-                    np.asarray(part[v : v + 1, b : b + 1])[0, 0] if v < shape[0] and b < shape[1] else None
-                    for v, b in places
+                    np.asarray(part[v : v + 1, b : b + 1])[0, 0] if v < shape[0] and b < shape[1] else None for v, b in places
                 ]
         except SafetensorError as error:
             raise UserError(f"{file} cannot be read ({error}). Delete its cell and resume the audit.") from None

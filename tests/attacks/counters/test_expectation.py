@@ -56,9 +56,7 @@ def test_a_gradient_is_its_own_or_goes_straight_through(shapes: DataSet, observe
         assert torch.allclose(found, factor * own, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("defense", "why"), [("none", "changes nothing"), ("dcs2:steps=100", "one round of the defense")]
-)
+@pytest.mark.parametrize(("defense", "why"), [("none", "changes nothing"), ("dcs2:steps=100", "one round of the defense")])
 def test_where_it_has_nothing_to_do_or_too_much_it_says_so(
     defense: str, why: str, shapes: DataSet, observe_victims: Callable
 ) -> None:

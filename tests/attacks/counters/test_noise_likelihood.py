@@ -46,10 +46,7 @@ class Understated(Secretive):
 
 def test_a_users_noise_gets_the_weight_of_its_declared_size(observe_victims: Callable, shapes: DataSet) -> None:
     attack = parse("noise-likelihood:steps=300")
-    named = {
-        "gaussian": f"gaussian:std={STD}",
-        **{c.__name__: f"{__name__}:{c.__name__}" for c in (Honest, Understated)},
-    }
+    named = {"gaussian": f"gaussian:std={STD}", **{c.__name__: f"{__name__}:{c.__name__}" for c in (Honest, Understated)}}
     answers, expected = {}, {}
     for name, defense in named.items():
         seen, _ = observe_victims(data=shapes, victims=2, defense=defense)

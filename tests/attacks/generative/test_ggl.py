@@ -34,9 +34,7 @@ def bumps() -> DataSet:
 
 
 @pytest.mark.parametrize("spec", ["ggl:steps=200", "ggl:optimizer=cma,steps=200", "ggl:conditional=false,steps=200"])
-def test_pictures_come_back_through_pruning(
-    spec: str, bumps: DataSet, observe_victims: Callable, best_psnr: Callable
-) -> None:
+def test_pictures_come_back_through_pruning(spec: str, bumps: DataSet, observe_victims: Callable, best_psnr: Callable) -> None:
     if "cma" in spec:
         pytest.importorskip("cma")
     seen, truth = observe_victims(data=bumps, defense="prune:ratio=0.8", victims=4)

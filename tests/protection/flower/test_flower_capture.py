@@ -63,9 +63,7 @@ def test_every_reply_is_written_and_the_strategy_works_as_before(net: nn.Module,
 
     folder = tmp_path / "round-001"
     names = sorted(p.name for p in folder.iterdir())
-    assert names == sorted(
-        ["before.safetensors", *(f"{k}-{n}.safetensors" for k in ("buffers", "client") for n in (7, 8))]
-    )
+    assert names == sorted(["before.safetensors", *(f"{k}-{n}.safetensors" for k in ("buffers", "client") for n in (7, 8))])
     stored = load_file(folder / "before.safetensors")
     assert all(torch.equal(stored[n], t) for n, t in before.items())
     update, facts = load_update(folder / "client-7.safetensors")

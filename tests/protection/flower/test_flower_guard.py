@@ -60,9 +60,7 @@ def test_the_update_stage_acts_once_on_all_steps(net: nn.Module, message: Make, 
     assert float((found == 0).float().mean()) == pytest.approx(0.9, abs=0.01)  # of each step it would be far less
 
 
-def test_the_model_stage_changes_what_both_sides_run(
-    net: nn.Module, message: Make, context: Any, shapes: DataSet
-) -> None:
+def test_the_model_stage_changes_what_both_sides_run(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
     plain = message(arrays=net.state_dict())
     with pytest.raises(UserError, match="the model from the server lacks"):
         protect(plain, context, copy.deepcopy(net), "precode:k=4", shapes.private)
@@ -173,9 +171,7 @@ def test_an_answer_that_is_not_complete_sends_nothing(
         train(guard, shapes, steps=1)
 
 
-def test_statistics_that_are_not_finite_send_nothing(
-    net: nn.Module, message: Make, context: Any, shapes: DataSet
-) -> None:
+def test_statistics_that_are_not_finite_send_nothing(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
     guard = protect(message(arrays=net.state_dict()), context, net, "none", shapes.private)
     guard.model[1].running_var.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite in '1.running_var'; nothing is sent"):
@@ -220,9 +216,7 @@ def test_noise_hangs_on_the_model_received(
     assert float((noise(0) - noise(1)).std()) > 1
 
 
-def test_images_encoded_before_stay_when_others_join(
-    net: nn.Module, message: Make, context: Any, shapes: DataSet
-) -> None:
+def test_images_encoded_before_stay_when_others_join(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
     fed = []
     for rows in (slice(0, 12), slice(4, 24)):
         defense = Scramble()

@@ -27,10 +27,7 @@ def training(step: float = 1.0, key: str = "arrays", **more: dict[str, torch.Ten
     def train(message: Any, context: Any) -> Any:
         rng = torch.Generator().manual_seed(1)
         state = next(iter(message.content.array_records.values())).to_torch_state_dict()
-        moved = {
-            n: t + step * torch.rand(t.shape, generator=rng) if t.is_floating_point() else t + 1
-            for n, t in state.items()
-        }
+        moved = {n: t + step * torch.rand(t.shape, generator=rng) if t.is_floating_point() else t + 1 for n, t in state.items()}
         records = {key: ArrayRecord(dict(reversed(moved.items())))}
         records |= {name: ArrayRecord(dict(tensors)) for name, tensors in more.items()}
         return Message(RecordDict({**records, "metrics": MetricRecord({"num-examples": 5})}), reply_to=message)

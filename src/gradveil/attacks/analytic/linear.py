@@ -29,11 +29,7 @@ class Linear(ClosedForm):
         return None if width == pixels else wrong
 
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        tensors, count, layer = (
-            observation.update.tensors,
-            observation.knowledge.batch_size,
-            linear_layers(observation)[0],
-        )
+        tensors, count, layer = (observation.update.tensors, observation.knowledge.batch_size, linear_layers(observation)[0])
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
         if count == 1:
             a = weight.T @ bias / (bias**2).sum().clamp_min(1e-30)

@@ -81,9 +81,7 @@ class RGAP(ClosedForm):
         ).flatten(1)
         return inputs, signal, error
 
-    def _invert(
-        self, observation: Observation, layer: Layer, z: Tensor, k: Tensor, slope: Tensor
-    ) -> tuple[Tensor, float]:
+    def _invert(self, observation: Observation, layer: Layer, z: Tensor, k: Tensor, slope: Tensor) -> tuple[Tensor, float]:
         conv: Any = observation.model.module.get_submodule(layer.path)
         weight = observation.state[f"{layer.path}.weight"].double()
         sent = observation.update.tensors[f"{layer.path}.weight"].double()
@@ -108,9 +106,7 @@ class RGAP(ClosedForm):
         # ∇W of one input channel reads that channel alone, by the same matrix for all; the images' parts add up.
         row = torch.arange(out * kernel).view(out, kernel, 1).expand(-1, -1, places)
         backs = [
-            _sparse(
-                row, index.expand_as(row), part.view(out, 1, places).expand(-1, kernel, -1), (out * kernel, pixels + 1)
-            )
+            _sparse(row, index.expand_as(row), part.view(out, 1, places).expand(-1, kernel, -1), (out * kernel, pixels + 1))
             for part in k
         ]
         backs = [back[:, 1:] for back in backs]

@@ -58,11 +58,7 @@ class TrapWeights(ClosedForm):
         return Linear().applies(observation)
 
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        tensors, count, layer = (
-            observation.update.tensors,
-            observation.knowledge.batch_size,
-            linear_layers(observation)[0],
-        )
+        tensors, count, layer = (observation.update.tensors, observation.knowledge.batch_size, linear_layers(observation)[0])
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
         live = bias.abs() > 1e-7 * bias.abs().max().clamp_min(1e-30)
         guesses = weight[live] / bias[live, None]

@@ -46,9 +46,7 @@ class PrecodeSignal(SwiftCounter):
 
     def applies(self, observation: Observation) -> str | None:
         single = observation.knowledge.batch_size == 1 and observation.update.kind == "gradient"
-        return _no_bottleneck(observation) or (
-            None if single else "the encoder's gradients are exact for single images"
-        )
+        return _no_bottleneck(observation) or (None if single else "the encoder's gradients are exact for single images")
 
     def run(self, target: Target) -> Answer:
         for closed in (Linear(), RGAP()):

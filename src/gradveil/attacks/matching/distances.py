@@ -72,9 +72,7 @@ class RelativeL2:
     """Mean over tensors of ‖a − b‖² / ‖b‖²: every layer counts alike, and 0 means equal. Also the adversary's residual."""
 
     def __call__(self, ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-        terms = [
-            (_rows(a - b) ** 2).sum(1) / ((_rows(b) ** 2).sum(1) + _TINY) for a, b in zip(ours, target, strict=True)
-        ]
+        terms = [(_rows(a - b) ** 2).sum(1) / ((_rows(b) ** 2).sum(1) + _TINY) for a, b in zip(ours, target, strict=True)]
         return torch.stack(terms).mean(0)
 
 

@@ -113,9 +113,7 @@ def _unrolled(target: Target, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _descend(head: Head, rows: list[int], x: Tensor, weight: float, steps: int, used: int) -> tuple[Tensor, int]:
-    match = Match(
-        RelativeL2(), (FeatureMatch(head.features[rows]), TV(weight, "smoothed")), LBFGS(history=30), steps=steps
-    )
+    match = Match(RelativeL2(), (FeatureMatch(head.features[rows]), TV(weight, "smoothed")), LBFGS(history=30), steps=steps)
     solution = solve(Problem(head.target.subset(rows), match), start=x)
     return solution.x, used + solution.iterations
 

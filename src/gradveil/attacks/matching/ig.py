@@ -85,6 +85,4 @@ def _smooth(module: nn.Module) -> bool:
     """Whether all the activations that the model shows are smooth ones."""
     parts = list(module.modules())
     kinked = any(isinstance(m, (nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveMaxPool2d)) for m in parts)
-    return not kinked and any(
-        isinstance(m, (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)) for m in parts
-    )
+    return not kinked and any(isinstance(m, (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)) for m in parts)

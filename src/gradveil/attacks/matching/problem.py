@@ -80,9 +80,7 @@ class Problem:
         """Value per row, and its gradient by the images. `index` numbers the rows of `x`; None: all rows."""
         return self.differentiate(self.value, x, index)
 
-    def differentiate(
-        self, value: Callable[[Tensor, Rows], Tensor], z: Tensor, index: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def differentiate(self, value: Callable[[Tensor, Rows], Tensor], z: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value per row of unknowns and its gradient, for as many rows at a time as fit the memory."""
         if len(z) > self.at_once:
             parts = [self.differentiate(value, z[part], picked) for part, picked in self._parts(len(z), index)]

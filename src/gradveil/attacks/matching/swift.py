@@ -82,9 +82,7 @@ class Swift(Attack):
             if not rows:
                 break
             scale = 0.1 if again == 0 else 0.5
-            settled |= _merge(
-                best, rows, _portfolio(target.subset(rows, f"start {again}"), insight.subset(rows), scale)
-            )
+            settled |= _merge(best, rows, _portfolio(target.subset(rows, f"start {again}"), insight.subset(rows), scale))
         for _ in range(self.cycles):
             rows = [i for i in _above(best, self.exact, settled) if best.score[i] < CLOSE]
             if not rows:
@@ -110,9 +108,7 @@ class Swift(Attack):
     def _signed(self, target: Target, insight: Insight) -> Answer:
         """Step 4."""
         steps = self._adam_steps(target.workload)
-        solution = solve(
-            Problem(target, Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps, box=True), insight)
-        )
+        solution = solve(Problem(target, Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps, box=True), insight))
         return Answer(solution.x, residual(target, solution.x, insight=insight), iterations=solution.iterations)
 
     def _adam_steps(self, work: Workload) -> int:
@@ -160,9 +156,7 @@ def _cycle(target: Target, insight: Insight, x: Tensor) -> Answer:
     return Answer(x, residual(target, x, insight=insight), iterations=used)
 
 
-def _descend(
-    target: Target, insight: Insight, distance: Distance, weight: float, steps: int, x: Tensor
-) -> tuple[Tensor, int]:
+def _descend(target: Target, insight: Insight, distance: Distance, weight: float, steps: int, x: Tensor) -> tuple[Tensor, int]:
     """From images `x`, victims · restarts first: better images, and the evaluations used."""
     restarts = len(x) // target.shape[0]
     match = Match(distance, (TV(weight, "smoothed"),), LBFGS(history=30), steps, restarts=restarts)

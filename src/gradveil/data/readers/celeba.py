@@ -29,9 +29,7 @@ def read(folder: Path, options: Options) -> Raw:
         raise UserError(f"{faces}: holds none of the faces listed in {ATTRIBUTES}.")
     partition = _partition(folder / PARTITION)
     train, test = ([f for f in files if (partition.get(f) == TEST) is wanted] for wanted in (False, True))
-    parts = [
-        Images([faces / f for f in part], np.array([labels[f] for f in part], dtype=np.int64)) for part in (train, test)
-    ]
+    parts = [Images([faces / f for f in part], np.array([labels[f] for f in part], dtype=np.int64)) for part in (train, test)]
     return Raw(parts[0], parts[1] if test else None, (f"not {attribute}", attribute))
 
 

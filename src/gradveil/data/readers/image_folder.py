@@ -64,9 +64,7 @@ def decode(files: Sequence[Path], size: int | None) -> Array:
     height, width = (size, size) if size else shapes[0]
     colour = any(colours)
     if len(files) * height * width * (3 if colour else 1) > MAX_BYTES:
-        raise UserError(
-            f"{files[0].parent.parent}: {len(files)} pictures of {height}×{width} take more than 4 GiB; set size=."
-        )
+        raise UserError(f"{files[0].parent.parent}: {len(files)} pictures of {height}×{width} take more than 4 GiB; set size=.")
     out = np.empty((len(files), height, width, 3 if colour else 1), dtype=np.uint8)
     for i, path in enumerate(files):
         try:

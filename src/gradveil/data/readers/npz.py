@@ -56,9 +56,7 @@ def read_npz(path: Path) -> Raw:
         class_names = tuple(str(name) for name in rest[0].reshape(-1)) if rest else None
         return Raw(checked(images, labels, str(path)), None, class_names)
     if {"train_images", "train_labels", "test_images", "test_labels"} <= arrays.keys():
-        return Raw(
-            concat([_part(path, part) for part in ("train", "val") if f"{part}_images" in arrays]), _part(path, "test")
-        )
+        return Raw(concat([_part(path, part) for part in ("train", "val") if f"{part}_images" in arrays]), _part(path, "test"))
     have = ", ".join(f"'{name}'" for name in list(arrays)[:6]) or "nothing"
     raise UserError(f"{path}: needs the arrays 'images' and 'labels', has {have}.")
 
@@ -76,9 +74,7 @@ def headers(path: Path) -> dict[str, Header]:
                 with archive.open(member) as file:
                     shape, dtype = _header(file)
                 if dtype.hasobject:
-                    raise UserError(
-                        f"{path}: '{name}' holds Python objects, which are never loaded; save plain numbers."
-                    )
+                    raise UserError(f"{path}: '{name}' holds Python objects, which are never loaded; save plain numbers.")
                 if math.prod(shape) * dtype.itemsize > member.file_size:
                     raise UserError(f"{path}: '{name}' claims {shape_text(shape)} {dtype}, more than the file holds.")
                 result[name] = shape, dtype
@@ -119,8 +115,6 @@ def _part(path: Path, part: str) -> Images:
 def _height(heights: set[int], size: int | None, folder: Path) -> int:
     """Which of several image sizes to read: the smallest that is at least `size`, else the largest."""
     if len(heights) > 1 and size is None:
-        raise UserError(
-            f"{folder}: holds images of {' and '.join(map(str, sorted(heights)))} pixels; choose with size=."
-        )
+        raise UserError(f"{folder}: holds images of {' and '.join(map(str, sorted(heights)))} pixels; choose with size=.")
     enough = [h for h in heights if size is None or h >= size]
     return min(enough) if enough else max(heights)

@@ -29,16 +29,12 @@ def read_object(source: object, name: str) -> Raw:
         return Raw(_stacked(source, name), None, _class_names(source))
     if isinstance(source, Dataset):
         raise UserError(f"{name}: a Dataset without a length cannot be split; give a map-style one.")
-    raise UserError(
-        f"{name}: a {type(source).__name__} is not data; give (x, y), or a torch Dataset of (image, label)."
-    )
+    raise UserError(f"{name}: a {type(source).__name__} is not data; give (x, y), or a torch Dataset of (image, label).")
 
 
 def _pair(x: object, y: object, name: str) -> Images:
     if not isinstance(x, (torch.Tensor, np.ndarray)) or not isinstance(y, (torch.Tensor, np.ndarray)):
-        raise UserError(
-            f"{name}: images and labels must be tensors or arrays, not {type(x).__name__} and {type(y).__name__}."
-        )
+        raise UserError(f"{name}: images and labels must be tensors or arrays, not {type(x).__name__} and {type(y).__name__}.")
     return checked(_channels_last(x), _array(y), name)
 
 

@@ -35,9 +35,7 @@ def _validation(folder: Path, ids: tuple[str, ...]) -> Images:
     rows = [line.split("\t") for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
     if bad := next((row for row in rows if len(row) < 2 or row[1] not in labels), None):
         raise UserError(f"{listing}: line '{' '.join(bad)[:60]}' names no class of the training part.")
-    return Images(
-        [folder / "images" / row[0] for row in rows], np.array([labels[row[1]] for row in rows], dtype=np.int64)
-    )
+    return Images([folder / "images" / row[0] for row in rows], np.array([labels[row[1]] for row in rows], dtype=np.int64))
 
 
 def _words(root: Path, ids: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,9 +13,7 @@ def read_torchvision(name: str, root: Path) -> Raw:
     try:
         from torchvision import datasets
     except Exception as error:  # beside some builds of torch the import raises other errors than ImportError
-        raise UserError(
-            f"'torchvision:{name}' needs torchvision, which cannot be imported here ({one_line(error)})."
-        ) from None
+        raise UserError(f"'torchvision:{name}' needs torchvision, which cannot be imported here ({one_line(error)}).") from None
     classes: dict[str, Callable[..., object]] = {n: v for n, v in vars(datasets).items() if inspect.isclass(v)}
     if name not in classes:
         raise unknown("torchvision data set", name, classes, hint="torchvision.datasets lists all.")

@@ -110,9 +110,7 @@ class Precode(Defense):
         layers, (shapes, classes) = dict(module.named_modules()), _forward_pass(module, input_shape)
         for path in self.placement:
             if path not in layers:
-                raise unknown(
-                    "layer", path, shapes, hint=f"The layers of the model: {', '.join(p for p in shapes if p)}."
-                )
+                raise unknown("layer", path, shapes, hint=f"The layers of the model: {', '.join(p for p in shapes if p)}.")
             if path not in shapes:
                 raise UserError(f"precode: layer '{path}' does not run on one tensor alone; choose another layer.")
         for path in self.placement or (_classifier(layers, shapes, classes),):

@@ -96,9 +96,7 @@ def check_arrays(received: Arrays, expected: Arrays) -> None:
         if (array.dtype.kind == "f") != (want.dtype.kind == "f"):
             raise UserError(f"the model from the server has '{name}' as {array.dtype}, not {want.dtype}.")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(
-                f"the model from the server has values that are not finite in '{name}'; nothing was trained."
-            )
+            raise UserError(f"the model from the server has values that are not finite in '{name}'; nothing was trained.")
 
 
 def save_arrays(

@@ -51,9 +51,7 @@ class Guard(Shield):
 
     _log_level = logging.DEBUG  # a step; the round is logged when its reply leaves
 
-    def __init__(
-        self, module: nn.Module, client: Client, defense: Defense, message: Message, record: str, private: Batch
-    ):
+    def __init__(self, module: nn.Module, client: Client, defense: Defense, message: Message, record: str, private: Batch):
         super().__init__(module, client, defense)
         self._message, self._record, self._private = message, record, private
         self._start = {name: t.detach().clone() for name, t in module.state_dict().items()}

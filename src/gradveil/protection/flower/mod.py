@@ -23,11 +23,7 @@ _BETWEEN = "\x1f"  # record and array as one name, for a defense that looks at t
 
 
 def mod(
-    defense: str | Defense,
-    *,
-    untouched: Iterable[str] = STATISTICS,
-    passed: Iterable[str] = (),
-    sends: Sends = "weights",
+    defense: str | Defense, *, untouched: Iterable[str] = STATISTICS, passed: Iterable[str] = (), sends: Sends = "weights"
 ) -> Mod:
     """A mod that applies an update-stage defense to what a training function returns.
 

@@ -117,9 +117,7 @@ def parse_policies(text: str) -> tuple[Policy, ...]:
         if len(policy) > LONGEST:
             raise UserError(f"ATS policy '{text}': a policy has at most {LONGEST} functions.")
         if max(policy) >= len(FUNCTIONS):
-            raise UserError(
-                f"ATS policy '{text}': there is no function {max(policy)}; the last is {len(FUNCTIONS) - 1}."
-            )
+            raise UserError(f"ATS policy '{text}': there is no function {max(policy)}; the last is {len(FUNCTIONS) - 1}.")
     for i, policy in enumerate(policies):
         if shared := set(policy) & {index for other in policies[:i] for index in other}:
             raise UserError(f"ATS policy '{text}': combined policies may not share function {min(shared)}.")

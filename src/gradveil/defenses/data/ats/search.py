@@ -89,9 +89,7 @@ class Scorer:
         """Images × points: the similarity between the gradients of the image and of every point on the path to it."""
         images, points = self._transformed(policy, 0), self.search.points
         share = torch.linspace(0, 1, points).view(1, -1, 1, 1, 1)
-        x = self.task.normalize(
-            (1 - share) * self.noise[:, None] + share * images[:, None]
-        )  # images × points × C × H × W
+        x = self.task.normalize((1 - share) * self.noise[:, None] + share * images[:, None])  # images × points × C × H × W
         size = sum(p.numel() for p in self.task.model.parameters(self.trained).values())
         rows = max(1, _FLOATS // (size * points))
         return torch.cat([self._along(x[i : i + rows], self.images.y[i : i + rows]) for i in range(0, len(x), rows)])

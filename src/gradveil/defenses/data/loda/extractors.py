@@ -89,10 +89,7 @@ class Trunk(Extractor):
 
 
 def extractor(
-    kind: ExtractorKind | Literal["auto"],
-    public: Batch | None,
-    cache: Path | None = None,
-    progress: Progress | None = None,
+    kind: ExtractorKind | Literal["auto"], public: Batch | None, cache: Path | None = None, progress: Progress | None = None
 ) -> Extractor:
     """The extractor of a kind. `auto` trains one if the public images have two classes or more, else takes AlexNet."""
     trainable = public is not None and len(public.hard_labels.unique()) > 1
