@@ -13,6 +13,7 @@ import torch
 from gradveil.attacks.matching.ig import InvertingGradients
 from gradveil.auditing import case as cases
 from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import make_plan
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
@@ -70,7 +71,8 @@ def stored(folder: Path) -> dict[str, tuple[str, int]]:
 def test_a_changed_helper_of_a_users_defense_is_measured_again_and_an_unrelated_file_is_not(digits, tmp_path, ward):
     def distance() -> float:
         forget()
-        summary = run_audit(make(digits, defenses=["ward.defense:Shrink"]), tmp_path / "run", workers=0).summary
+        case = make(digits, defenses=["ward.defense:Shrink"])
+        summary = run_audit(case, Execution(out=tmp_path / "run", workers=0)).summary
         return summary.defenses[1].gradient.noise_ratio
 
     assert distance() == pytest.approx(0.5, abs=1e-5)
