@@ -13,7 +13,7 @@ Needs single images, clean gradients and a straight line of convolutions with si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -21,6 +21,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import grad as conv_grad
@@ -29,6 +30,7 @@ from gradveil.attacks import ClosedForm, attack
 from gradveil.attacks.layers import exact_input, hooked, linear_layers
 from gradveil.core.observation import Observation
 
+Matrix = NDArray[np.float64]
 _ACTIVATIONS = (nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ReLU)
 _OPEN = 1e-5  # share of the largest activation above which a ReLU counts as open
 _NEUTRAL = (nn.Flatten, nn.Identity, nn.Dropout)
@@ -74,22 +76,18 @@ class RGAP(ClosedForm):
         k = signal * slope
         inputs, error = self._invert(observation, layer, z, k, slope)
         weight = observation.state[f"{layer.path}.weight"].double()
-        conv: Any = observation.model.module.get_submodule(layer.path)
-        shape = (len(a), *layer.before)
-        signal = conv_grad.conv2d_input(
-            shape, weight, k.view(-1, *layer.after), conv.stride, conv.padding, conv.dilation
-        ).flatten(1)
-        return inputs, signal, error
+        outputs = k.view(-1, *layer.after)
+        signal = conv_grad.conv2d_input((len(a), *layer.before), weight, outputs, **_window(observation, layer))
+        return inputs, signal.flatten(1), error
 
     def _invert(self, observation: Observation, layer: Layer, z: Tensor, k: Tensor, slope: Tensor) -> tuple[Tensor, float]:
-        conv: Any = observation.model.module.get_submodule(layer.path)
         weight = observation.state[f"{layer.path}.weight"].double()
         sent = observation.update.tensors[f"{layer.path}.weight"].double()
         bias = observation.state.get(f"{layer.path}.bias")
         (channels, height, width), out = layer.before, layer.after[0]
         # Which pixel each kernel place reads at each output place; 0 is the padding.
         numbers = torch.arange(1, height * width + 1, dtype=torch.float64).view(1, 1, height, width)
-        index = F.unfold(numbers, conv.kernel_size, conv.dilation, conv.padding, conv.stride)[0].long()
+        index = F.unfold(numbers, weight.shape[2:], **_window(observation, layer))[0].long()
         pixels, places = height * width, index.shape[1]
         kernel, entries = weight.shape[2] * weight.shape[3], channels * pixels
 
@@ -132,23 +130,30 @@ class RGAP(ClosedForm):
         return torch.from_numpy(u), float(np.linalg.norm(missed) / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
-def _solve(gram: Any, right: Any, ridge: float) -> Any:
+def _window(observation: Observation, layer: Layer) -> dict[str, tuple[int, ...]]:
+    """How a convolution's kernel moves over its input."""
+    conv = observation.model.module.get_submodule(layer.path)
+    assert isinstance(conv, nn.Conv2d) and not isinstance(conv.padding, str)  # `line` has checked
+    return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+
+
+def _solve(gram: Matrix, right: Matrix, ridge: float) -> Matrix:
     """By Cholesky, with as much more of a ridge as rounding makes it need."""
     for factor in (1, 1e2, 1e4, 1e6):
         gram[np.diag_indices_from(gram)] += factor * ridge
         try:
-            return scipy.linalg.cho_solve(scipy.linalg.cho_factor(gram), right)
+            return np.asarray(scipy.linalg.cho_solve(scipy.linalg.cho_factor(gram), right))
         except np.linalg.LinAlgError:
             continue
     return np.full_like(right, np.nan)  # recorded as a failure
 
 
-def _sparse(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Any:
+def _sparse(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> scipy.sparse.csr_array:
     entries = (values.flatten().numpy(), (row.flatten().numpy(), column.flatten().numpy()))
     return scipy.sparse.coo_array(entries, shape=shape).tocsr()
 
 
-def _roughness(height: int, width: int) -> Any:
+def _roughness(height: int, width: int) -> Matrix:
     """The quadratic form of squared differences between neighbouring pixels."""
     number = np.arange(height * width).reshape(height, width)
     first = np.concatenate([number[1:].ravel(), number[:, 1:].ravel()])
@@ -169,7 +174,8 @@ def _undo(activation: nn.Module, a: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(activation, nn.ReLU):
         is_open = (a > _OPEN * a.abs().max()).to(a)
         return a * is_open, is_open
-    slope = float(activation.negative_slope)  # type: ignore[arg-type]
+    assert isinstance(activation, nn.LeakyReLU)
+    slope = activation.negative_slope
     return torch.where(a >= 0, a, a / slope), torch.where(a >= 0, torch.ones_like(a), torch.full_like(a, slope))
 
 
@@ -190,13 +196,18 @@ def line(observation: Observation) -> list[Layer] | None:
         part = layer.activation
         if layer.path == linear[0]:
             return [*layers, layer] if layers and not _waiting(layers) else None
-        if isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and not _waiting(layers):
+        if _plain_convolution(part) and not _waiting(layers):
             layers.append(layer)
         elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
             layers[-1] = layers[-1]._replace(activation=part)
         elif not isinstance(part, _NEUTRAL):
             return None
     return None
+
+
+def _plain_convolution(part: nn.Module) -> bool:
+    plain = isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros"
+    return plain and not isinstance(part.padding, str)
 
 
 def linear_tail(observation: Observation) -> list[Layer]:
@@ -220,7 +231,7 @@ def _met(observation: Observation) -> list[Layer]:
     """The modules without submodules, as a forward pass meets them."""
     met: list[Layer] = []
 
-    def note(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def note(path: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
         return lambda m, i, o: met.append(Layer(path, _shape(i[0] if i else None), _shape(o), m))
 
     leaves = [(p, m) for p, m in observation.model.module.named_modules() if not list(m.children())]
@@ -229,7 +240,7 @@ def _met(observation: Observation) -> list[Layer]:
     return met
 
 
-def _shape(value: Any) -> torch.Size:
+def _shape(value: object) -> torch.Size:
     """The shape for one image; empty where a module, such as a recurrent one, takes or gives no tensor."""
     return value.shape[1:] if isinstance(value, Tensor) else torch.Size()
 

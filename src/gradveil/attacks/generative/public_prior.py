@@ -51,11 +51,11 @@ class ImageGaussian:
         kept = self.variances / (self.variances + self.rest.mean())
         return (self.mean + (kept * along) @ self.directions.T).view_as(x).clamp(0, 1)
 
-    def fill(self, x: Tensor, known: Tensor) -> Tensor:
-        """Missing pixels as the known ones make them expected."""
-        x = torch.where(known, x, self.mean.view(x.shape[1:]))
+    def fill(self, x: Tensor, visible: Tensor) -> Tensor:
+        """Missing pixels as the visible ones make them expected."""
+        x = torch.where(visible, x, self.mean.view(x.shape[1:]))
         for _ in range(FILLED):
-            x = torch.where(known, x, self.expected(x))
+            x = torch.where(visible, x, self.expected(x))
         return x
 
 

@@ -4,10 +4,10 @@ The only assumption about the defense is that it can be run, so a user's class s
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -24,6 +24,9 @@ ALLOWANCE = {"quick": 4e10, "standard": 8e10, "thorough": 2e11}  # work of all r
 CALL = 2e4  # cost of one operation, however small its tensors
 MOST = {"quick": 2_000, "standard": 3_000, "thorough": 6_000}  # images
 ENOUGH = 100  # rehearsals below which the undefended client is rehearsed in place of the defended one
+
+
+Kwargs = dict[str, object]
 
 
 @dataclass
@@ -77,7 +80,9 @@ class _Work(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload[..., object], types: object, args: tuple[object, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         self.total += CALL + sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
         flops = flop_registry.get(func._overloadpacket)

@@ -38,7 +38,8 @@ def infer_targets(observation: Observation) -> Tensor:
 
 def _solve(observation: Observation, output: Tensor, signal: Tensor) -> Tensor | None:
     def pull(y: Tensor) -> Tensor:
-        return grad(lambda o: observation.model.loss_fn(o[None], y[None]))(output) - signal  # type: ignore[no-any-return]
+        pulled: Tensor = grad(lambda o: observation.model.loss_fn(o[None], y[None]))(output)
+        return pulled - signal
 
     y = torch.full_like(output, 0.5)
     for _ in range(_STEPS):

@@ -20,28 +20,28 @@ _MOVEMENTS = ("translateX", "translateY", "shearY", "rotate")
 def undo(
     images: Tensor, policies: tuple[tuple[int, ...], ...], draw: Draw, crop: int, public: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Images in [0, 1] before crop, flip and policy as `draw` (a row for each) says, and a mask of known pixels."""
-    x, known = images.clone(), torch.ones_like(images, dtype=torch.bool)
+    """Images in [0, 1] before crop, flip and policy as `draw` (one row per image) says, and a mask of visible pixels."""
+    x, visible = images.clone(), torch.ones_like(images, dtype=torch.bool)
     for which, policy in enumerate(policies):
         rows = draw.policy == which
         for place in reversed(range(len(policy))):
-            x[rows], known[rows] = _undone(x[rows], known[rows], policy[place], draw.signs[rows, place], public)
-    x, known = (torch.where(draw.flip.view(-1, 1, 1, 1), t.flip(3), t) for t in (x, known))
-    return _shift(x, crop - draw.crop), _shift(known, crop - draw.crop)
+            x[rows], visible[rows] = _undone(x[rows], visible[rows], policy[place], draw.signs[rows, place], public)
+    x, visible = (torch.where(draw.flip.view(-1, 1, 1, 1), t.flip(3), t) for t in (x, visible))
+    return _shift(x, crop - draw.crop), _shift(visible, crop - draw.crop)
 
 
-def _undone(x: Tensor, known: Tensor, index: int, sign: Tensor, public: Tensor | None) -> tuple[Tensor, Tensor]:
+def _undone(x: Tensor, visible: Tensor, index: int, sign: Tensor, public: Tensor | None) -> tuple[Tensor, Tensor]:
     operation, magnitude = FUNCTIONS[index]
     if not len(x):
-        return x, known
+        return x, visible
     if operation == "rotate":
-        return _rotated_back(x, known, magnitude)
+        return _rotated_back(x, visible, magnitude)
     if operation in _MOVEMENTS:
         back = -sign[:, None]
-        return apply(x, [index], back), apply(known.float(), [index], back) > 0.9
+        return apply(x, [index], back), apply(visible.float(), [index], back) > 0.9
     if operation in ("equalize", "autocontrast"):
-        return (_respread(x, public) if operation == "equalize" and public is not None else x), known
-    return _LEVELS[operation](x, magnitude, sign.view(-1, 1, 1, 1), index), known
+        return (_respread(x, public) if operation == "equalize" and public is not None else x), visible
+    return _LEVELS[operation](x, magnitude, sign.view(-1, 1, 1, 1), index), visible
 
 
 def _shift(x: Tensor, by: Tensor) -> Tensor:
@@ -55,14 +55,14 @@ def _shift(x: Tensor, by: Tensor) -> Tensor:
     return picked * inside[:, None]
 
 
-def _rotated_back(x: Tensor, known: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
+def _rotated_back(x: Tensor, visible: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
     angle = torch.deg2rad(torch.tensor(-degrees))
     matrix = torch.tensor([[angle.cos(), -angle.sin(), 0], [angle.sin(), angle.cos(), 0]])
     height, width = x.shape[2:]
     matrix[0, 1] *= height / width
     matrix[1, 0] *= width / height
     grid = F.affine_grid(matrix.expand(len(x), 2, 3), list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid, align_corners=False), F.grid_sample(known.float(), grid, align_corners=False) > 0.9
+    return F.grid_sample(x, grid, align_corners=False), F.grid_sample(visible.float(), grid, align_corners=False) > 0.9
 
 
 def _respread(x: Tensor, public: Tensor) -> Tensor:
