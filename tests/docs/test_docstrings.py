@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 import gradveil as gv
 from gradveil import metrics
+from gradveil.attacks.registry import registry as attacks
 from gradveil.core.settings import Registry
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
@@ -30,9 +33,11 @@ def section(text: str, title: str) -> list[str]:
 
 
 def arguments(text: str) -> list[str]:
-    """The names that the section `Args` explains; a line may explain several."""
+    """The names that `Args` explains, line by line, or in the short form `Args: a, b as for …; c: …`."""
     heads = [line.partition(":")[0] for line in section(text, "Args") if not line.startswith(" ")]
-    return [name.strip() for head in heads for name in head.split(",")]
+    if short := re.search(r"^Args: (.*)$", text, re.MULTILINE):
+        heads = re.findall(r"(?:^|;)([^:;]*?)(?:: | as for )", short[1])
+    return [re.sub(r"\(.*?\)", "", name).strip() for head in heads for name in head.split(",")]
 
 
 def example(text: str) -> str:
@@ -46,7 +51,15 @@ def settings_of(cls: type) -> list[str]:
 
 def check(cls: type, registry: Registry, run: Callable[[str], object]) -> None:
     text = inspect.getdoc(cls) or ""
-    assert arguments(text) == settings_of(cls)
+    assert sorted(arguments(text)) == sorted(settings_of(cls))
+    if command := re.search(r"^Example: (gradveil audit .*)$", text, re.MULTILINE):
+        words = itertools.pairwise(shlex.split(command[1]))
+        specs = {option: spec for option, spec in words if option in ("--model", "--defense", "--attack")}
+        assert isinstance(registry.parse(specs[f"--{registry.kind}"]), cls)
+        for kind in (MODELS, defenses, attacks):
+            if not re.match(r"[\w.]+\.\w+:", specs.get(f"--{kind.kind}", "a.b:own")):  # else a class of the user
+                assert kind.parse(specs[f"--{kind.kind}"])
+        return
     code = example(text)
     assert code, "no Example"
     specs = [spec for spec in re.findall(r'"([^"]*)"', code) if re.split("[:+]", spec)[0] == cls.name]
@@ -71,7 +84,7 @@ def test_the_parts_of_a_docstring_are_read() -> None:
     )
     assert arguments(text) == ["a", "b", "c"]
     assert example(text) == 'f("x:a=1",\n  2)'
-    assert arguments("Args: none.") == []
+    assert arguments("Args: a (1 by default), b as for `x`; c: one; or two.") == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("name", MODELS.names())
@@ -97,6 +110,11 @@ def test_a_defense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in shield.model.parameters())
 
     check(defenses[name], defenses, run)
+
+
+@pytest.mark.parametrize("name", attacks.names())
+def test_an_attack(name: str) -> None:
+    check(attacks[name], attacks, lambda code: compile(code, name, "eval"))
 
 
 @pytest.mark.parametrize("function", (MEASURES | PUBLIC).values(), ids=MEASURES | PUBLIC)

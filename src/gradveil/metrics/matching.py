@@ -13,8 +13,7 @@ from gradveil.metrics.pixel import pair
 def match(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """`order` (n): image i of the truth belongs to `reconstruction[order[i]]`; least total MSE (Hungarian method).
 
-    Args:
-        truth, reconstruction: images n × C × H × W in [0, 1].
+    Args: truth, reconstruction: images n × C × H × W in [0, 1].
     """
     x, y = pair(truth, reconstruction)
     cost = torch.cdist(x.flatten(1), y.flatten(1)).square()

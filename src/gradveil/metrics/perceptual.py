@@ -58,8 +58,7 @@ NETWORKS: dict[Net, FeatureNetwork] = {
 def lpips_size(height: int, width: int) -> tuple[int, int]:
     """The size at which images are compared; small images are enlarged so that the short side has 64 pixels.
 
-    Args:
-        height, width: of the images.
+    Args: height, width: of the images.
     """
     grow = max(1.0, SMALLEST / min(height, width))
     return round(height * grow), round(width * grow)

@@ -24,8 +24,7 @@ def pair(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
 def mse(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Mean squared error per image (n).
 
-    Args:
-        truth, reconstruction: images n × C × H × W in [0, 1].
+    Args: truth, reconstruction: images n × C × H × W in [0, 1].
     """
     x, y = pair(truth, reconstruction)
     return (x - y).square().flatten(1).mean(dim=1)
@@ -35,7 +34,6 @@ def mse(truth: Tensor, reconstruction: Tensor) -> Tensor:
 def psnr(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Peak signal-to-noise ratio per image (n) in dB, for peak 1, at most 160.
 
-    Args:
-        truth, reconstruction: images n × C × H × W in [0, 1].
+    Args: truth, reconstruction: images n × C × H × W in [0, 1].
     """
     return -10 * mse(truth, reconstruction).clamp(min=MSE_FLOOR).log10()

@@ -30,8 +30,7 @@ def ssim_window(height: int, width: int) -> Window:
 
     So the window keeps its shape, and scikit-image chooses the same window for this σ.
 
-    Args:
-        height, width: of the images.
+    Args: height, width: of the images.
     """
     side = min(height, width)
     if side < 3:
@@ -44,8 +43,7 @@ def ssim_window(height: int, width: int) -> Window:
 def ssim(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Structural similarity per image (n), 1 for an exact match; negative values are kept.
 
-    Args:
-        truth, reconstruction: images n × C × H × W in [0, 1].
+    Args: truth, reconstruction: images n × C × H × W in [0, 1].
     """
     x, y = pair(truth, reconstruction)
     window = ssim_window(*x.shape[-2:])

@@ -15,11 +15,8 @@ class ConvNet(Network):
 
     The paper has nine convolutions; the published code lists one of them twice under the same name.
 
-    Args:
-        width: channels of the first convolution; 64 in inversefed, Soteria and ATS, 32 in DCS2.
-
-    Example:
-        >>> build("convnet:width=32", input_shape=(3, 32, 32), num_classes=10)
+    Args: width: channels of the first convolution; 64 in inversefed, Soteria and ATS, 32 in DCS2.
+    Example: gradveil audit --model convnet:width=32
     """
 
     width: int = Field(default=64, ge=1)

@@ -33,8 +33,7 @@ class DenseLayer(nn.Module):
 class DenseNet121(Network):
     """Four dense blocks of 6, 12, 24 and 16 layers with batch norm; needs images of at least 8 pixels.
 
-    Example:
-        >>> build("densenet121", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model densenet121
     """
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:

@@ -20,11 +20,8 @@ WIDTH = 12
 class LeNet(Network):
     """Three sigmoid convolutions of 12 channels, as in DLG and iDLG; the easiest to attack.
 
-    Args:
-        init: `published` draws from U(−0.5, 0.5), `default` is the initialization of torch.
-
-    Example:
-        >>> build("lenet:init=default", input_shape=(1, 28, 28), num_classes=10)
+    Args: init: `published` draws from U(−0.5, 0.5), `default` is the initialization of torch.
+    Example: gradveil audit --model lenet:init=default
     """
 
     strides: ClassVar[tuple[int, ...]] = (2, 2, 1)
@@ -49,11 +46,8 @@ class LeNet(Network):
 class LeNet4(LeNet):
     """LeNet with a fourth convolution, as in CPL and in the DLG test of Soteria.
 
-    Args:
-        init: as for `lenet`.
-
-    Example:
-        >>> build("lenet4", input_shape=(3, 32, 32), num_classes=10)
+    Args: init: as for `lenet`.
+    Example: gradveil audit --model lenet4
     """
 
     strides = (2, 2, 1, 1)

@@ -14,8 +14,7 @@ from gradveil.models.base import MODELS, Network, classifier_on
 class SMLP(Network):
     """The shallow network of PRECODE: two hidden layers of 1,024 ReLU units.
 
-    Example:
-        >>> build("smlp", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model smlp
     """
 
     hidden: ClassVar[tuple[int, ...]] = (1024,) * 2  # widths of the hidden layers
@@ -29,8 +28,7 @@ class SMLP(Network):
 class DMLP(SMLP):
     """The deep network of PRECODE: four hidden layers of 1,024 ReLU units.
 
-    Example:
-        >>> build("dmlp", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model dmlp
     """
 
     hidden = (1024,) * 4
@@ -41,8 +39,7 @@ class DMLP(SMLP):
 class FFN(SMLP):
     """Balunović et al. 2022: hidden layers of 500 (five), 256 and 500 units, without the bottleneck of PRECODE.
 
-    Example:
-        >>> build("ffn", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model ffn
     """
 
     hidden = (*(500,) * 5, 256, 500)

@@ -38,11 +38,8 @@ class ResNet18(Network):
 
     Every stage but the first doubles the width and halves the side; then average over the image, and the classifier.
 
-    Args:
-        width: channels of the first stage.
-
-    Example:
-        >>> build("resnet18:width=8", input_shape=(3, 32, 32), num_classes=10)
+    Args: width: channels of the first stage.
+    Example: gradveil audit --model resnet18:width=8
     """
 
     blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
@@ -71,11 +68,8 @@ class ResNet18(Network):
 class ResNet34(ResNet18):
     """Four stages of 3, 4, 6 and 3 blocks.
 
-    Args:
-        width: channels of the first stage.
-
-    Example:
-        >>> build("resnet34:width=8", input_shape=(3, 32, 32), num_classes=10)
+    Args: width: channels of the first stage.
+    Example: gradveil audit --model resnet34:width=8
     """
 
     blocks = (3, 4, 6, 3)
@@ -86,11 +80,8 @@ class ResNet34(ResNet18):
 class ResNet20(ResNet18):
     """Three stages of three blocks.
 
-    Args:
-        width: channels of the first stage. He et al.: 16.
-
-    Example:
-        >>> build("resnet20:width=8", input_shape=(3, 32, 32), num_classes=10)
+    Args: width: channels of the first stage. He et al.: 16.
+    Example: gradveil audit --model resnet20:width=8
     """
 
     blocks = (3, 3, 3)
@@ -102,11 +93,8 @@ class ResNet20(ResNet18):
 class ResNet20x4(ResNet20):
     """ResNet20 with four times the width; ATS calls it ResNet20.
 
-    Args:
-        width: channels of the first stage.
-
-    Example:
-        >>> build("resnet20-4:width=8", input_shape=(3, 32, 32), num_classes=10)
+    Args: width: channels of the first stage.
+    Example: gradveil audit --model resnet20-4:width=8
     """
 
     width: int = Field(default=64, ge=1)

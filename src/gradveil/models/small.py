@@ -14,8 +14,7 @@ from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 class CNN(Network):
     """Two strided 5×5 ReLU convolutions and a hidden layer; trains fast.
 
-    Example:
-        >>> build("cnn", input_shape=(1, 28, 28), num_classes=10)
+    Example: gradveil audit --model cnn
     """
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
@@ -37,8 +36,7 @@ class BayesCNN(Network):
 
     A stage is a convolution, ReLU and pooling by two.
 
-    Example:
-        >>> build("bayes-cnn", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model bayes-cnn
     """
 
     convolutions: ClassVar[tuple[tuple[int, int, int], ...]] = ((32, 3, 1), (64, 3, 1))  # channels, kernel, padding
@@ -62,8 +60,7 @@ class ConvBig(BayesCNN):
 
     The second kernel is 1×1 with padding 1 in the published code: images of 32 pixels become 5,184 features.
 
-    Example:
-        >>> build("convbig", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model convbig
     """
 
     convolutions = ((32, 3, 1), (64, 1, 1))
@@ -75,8 +72,7 @@ class ConvBig(BayesCNN):
 class FlowerCNN(BayesCNN):
     """The network of the PyTorch tutorial of Flower: two 5×5 convolutions with max-pooling, hidden layers of 120 and 84.
 
-    Example:
-        >>> build("flower-cnn", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model flower-cnn
     """
 
     convolutions = ((6, 5, 0), (16, 5, 0))

@@ -14,8 +14,7 @@ STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 class VGG16(Network):
     """Thirteen 3×3 convolutions with batch norm in five stages; needs images of at least 32 pixels.
 
-    Example:
-        >>> build("vgg16", input_shape=(3, 32, 32), num_classes=10)
+    Example: gradveil audit --model vgg16
     """
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
