@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.core.types import Batch
 from gradveil.data import DataSet, load
-from gradveil.data.catalogue import KNOWN
+from gradveil.data.catalogue import NAMED_SETS
 from gradveil.federation.partition import share
 
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 @lru_cache
 def dataset() -> DataSet:
     """CIFAR-10 from the folder that GRADVEIL_DATA names; without it the embedded MNIST digits, so that all still runs."""
-    return load("cifar10:private=5000" if KNOWN["cifar10"].available() else "mnist-5k")
+    return load("cifar10:private=5000" if NAMED_SETS["cifar10"].available() else "mnist-5k")
 
 
 def network() -> Net:
