@@ -40,7 +40,7 @@ LR, MOMENTUM, DECAY, TRAIN_BATCH = 0.05, 0.9, 5e-4, 50  # LODA's retraining, wit
 
 
 @dataclass(frozen=True)
-class PlannedWork:
+class MeasurementWork:
     """Work of a measurement, for a plan: images to learn from, to obscure, to take the gradient of, or to attack."""
 
     kind: WorkKind
@@ -59,7 +59,7 @@ class Measurement(BaseModel, extra="forbid", frozen=True):
     def take(self, bench: Bench) -> Values:
         raise NotImplementedError
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         """What there is to do, from the number of private images."""
         return []
 
@@ -76,12 +76,12 @@ class AtsMeasurement(Measurement):
     victims: int = 1
     share: float = 0.1  # of the private images, to train on
 
-    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[PlannedWork]:
+    def _workloads(self, private: int, scored: int, attacked: int = 0, attacks: Sequence[str] = ()) -> list[MeasurementWork]:
         """The training, the scores of so many policies, and the attacks under so many policies."""
         return [
-            PlannedWork("training", self.model, round(self.share * private) * self.epochs),
-            PlannedWork("gradients", self.model, scored * self.images * Search().points),
-            *(PlannedWork("attacks", self.model, attacked * self.victims, attack) for attack in attacks),
+            MeasurementWork("training", self.model, round(self.share * private) * self.epochs),
+            MeasurementWork("gradients", self.model, scored * self.images * Search().points),
+            *(MeasurementWork("attacks", self.model, attacked * self.victims, attack) for attack in attacks),
         ]
 
 
@@ -148,7 +148,7 @@ class GradientSimilarity(AtsMeasurement):
                 values[f"{label} {place:.1f}"] = Value.of(curve[:, round(place * last)].tolist())
         return values
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         return self._workloads(private, len(self.policies))
 
 
@@ -165,7 +165,7 @@ class FunctionScores(AtsMeasurement):
         ranked = sorted((name for name in areas if name != "none"), key=lambda name: values[name].mean)
         return values | {f"rank of {name}": Value(1.0 + ranked.index(name)) for name in ranked}
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         return self._workloads(private, 1 + FUNCTIONS)
 
 
@@ -206,7 +206,7 @@ class ScoreCorrelation(AtsMeasurement):
             values[name] = Value.of(numbers)
         return values
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         return self._workloads(private, self.policies, self.policies, [self.attack])
 
 
@@ -238,7 +238,7 @@ class LayerSimilarity(AtsMeasurement):
         results = bench.each(pieces, compare).values()
         return {name: Value.of(cosines) for result in results for name, cosines in result.items()}
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         attacks = [self.attack.format(steps=steps) for steps in self.steps]
         return self._workloads(private, 0, len(self.policies), attacks)
 
@@ -271,12 +271,15 @@ class ObscuredAccuracy(Measurement):
         pieces = {f"{label} {name}": (self.trained_on[label], self.models[name]) for label, name in labels}
         return {name: accuracy_value(share, len(data.test)) for name, share in bench.each(pieces, measure).items()}
 
-    def work(self, private: int) -> list[PlannedWork]:
+    def work(self, private: int) -> list[MeasurementWork]:
         """A step of obscuring is one pass through the public network, which is about as large as `cnn`."""
         images, methods = min(private, self.images), [defenses.parse(text) for text in self.trained_on.values()]
         crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
         learned = len(methods) * images * self.epochs
-        return [PlannedWork("obscuring", "cnn", crafted), *(PlannedWork("training", m, learned) for m in self.models.values())]
+        return [
+            MeasurementWork("obscuring", "cnn", crafted),
+            *(MeasurementWork("training", m, learned) for m in self.models.values()),
+        ]
 
 
 def _obscured(bench: Bench, text: str, private: Batch, data: DataSet, seed: int) -> Tensor:
