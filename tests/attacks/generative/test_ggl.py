@@ -68,7 +68,7 @@ def test_a_generator_is_trained_once_and_kept(tmp_path: Path, monkeypatch: pytes
 def test_what_was_not_sent_does_not_count(bumps: DataSet, observe_victims: Callable) -> None:
     for defense, thinned in (("none", False), ("prune:ratio=0.9", True)):
         seen, _ = observe_victims(data=bumps, defense=defense, victims=2)
-        masks = ggl._counted(Target(seen, torch.zeros(2, 1).long(), generator(0)))
+        masks = ggl._sent(Target(seen, torch.zeros(2, 1).long(), generator(0)))
         assert bool(masks) == thinned
         for name, mask in masks.items():
             for row, observation in zip(mask, seen, strict=True):
