@@ -127,16 +127,16 @@ def attack_update(
     attacks: Sequence[str | Attack] = ("linear", "rgap", "swift"),
     *,
     progress: Progress | None = None,
-    **known: Any,
+    **options: Any,
 ) -> Rebuilt:
     """Attack one captured update: a safetensors file (or `Update`), or the difference of two checkpoints.
 
-    `model` must hold the weights the update was computed on, unless `before` gives them. `known` are the other fields
+    `model` must hold the weights the update was computed on, unless `before` gives them. `options` are the other fields
     of `CapturedSpec`; shape, classes, normalisation and local training are read from the file's metadata where they are
     left out.
     """
     sent, facts = load_update(update) if isinstance(update, (str, Path)) else (update, {})
-    spec = _spec(facts, {"input_shape": input_shape, **known})
+    spec = _spec(facts, {"input_shape": input_shape, **options})
     if sent is None and (spec.before is None or spec.after is None):
         raise UserError("give an update file, or two checkpoints with --before and --after.")
     methods = [attack_methods.parse(a) for a in attacks]
@@ -144,11 +144,11 @@ def attack_update(
     return _run(_observation(spec, model, sent, name), methods, spec, progress)
 
 
-def _spec(facts: dict[str, Any], known: dict[str, Any]) -> CapturedSpec:
+def _spec(facts: dict[str, Any], options: dict[str, Any]) -> CapturedSpec:
     """What the caller says goes before what the file's metadata says."""
     told = {n: v for n, v in facts.items() if n in FACTS}
     try:
-        return CapturedSpec.model_validate(told | {n: v for n, v in known.items() if v is not None})
+        return CapturedSpec.model_validate(told | {n: v for n, v in options.items() if v is not None})
     except ValidationError as error:
         raise UserError(first_error(error)) from None
 

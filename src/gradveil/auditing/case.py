@@ -50,10 +50,10 @@ class Case:
                 self._try(defense)
 
     def _try_loss(self) -> None:
-        some = self.data.private[:2]
+        images = self.data.private[:2]
         with torch.no_grad():
-            outputs = copied(self.server).eval()(some.x)
-        check_loss(self.loss, outputs, some.y)
+            outputs = copied(self.server).eval()(images.x)
+        check_loss(self.loss, outputs, images.y)
 
     def _try(self, defense: Defense) -> None:
         try:
@@ -96,24 +96,24 @@ class Case:
         return self.pool[others]
 
     def attack(self, text: str) -> Attack:
-        given = next((a for a in self.spec.attacks if isinstance(a, Attack) and a.spec == text), None)
-        return given or attack_methods.parse(text)
+        method = next((a for a in self.spec.attacks if isinstance(a, Attack) and a.spec == text), None)
+        return method or attack_methods.parse(text)
 
     def task(self, defense: Defense, tampering: Attack | None = None, trained: Tensors | None = None) -> tuple[Task, Tensors]:
         """The task with the model as both sides run it (the server's, tampered with, then changed by the defense), and
         the model's state."""
         module = copy.deepcopy(self.server)
-        known = dict(trained or {})
+        tensors = dict(trained or {})
         if trained:
-            _load(module, known)
+            _load(module, tensors)
         if tampering is not None:
             with seeded(self.spec.seed, "tamper"):
                 module = tampering.tamper(module, self.data.input_shape, self._public_inputs)
             for name in module.state_dict():
-                known.pop(name, None)  # what the server sends is what it tampered with
+                tensors.pop(name, None)  # what the server sends is what it tampered with
         with seeded(self.spec.seed, "network"):
             module = defense.model(module, self.data.input_shape)
-        _load(module, known)
+        _load(module, tensors)
         function = ModelFunction(module, self.loss)
         return self.data.task(function), function.state()
 
@@ -133,10 +133,10 @@ class Case:
     @property
     def names(self) -> dict[str, str]:
         """What stands for data and model in files: their text, or the kind of object and what is in it."""
-        spec, found = self.spec, {"data": self.data.name, "model": type(self.server).__name__}
+        spec, kinds = self.spec, {"data": self.data.name, "model": type(self.server).__name__}
         hashes = {"data": self.data_hash, "model": self.model_hash}
-        given = {"data": spec.data, "model": spec.model}
-        names = {n: v if isinstance(v, str) else f"{found[n]}@{hashes[n][:8]}" for n, v in given.items()}
+        sources = {"data": spec.data, "model": spec.model}
+        names = {n: v if isinstance(v, str) else f"{kinds[n]}@{hashes[n][:8]}" for n, v in sources.items()}
         return names | ({"loss": loss_name(spec.loss)} if spec.loss != DEFAULT else {})
 
     @cached_property
@@ -175,5 +175,5 @@ def _layers(module: nn.Module) -> str:
 
 def _load(module: nn.Module, tensors: Tensors) -> None:
     """Put in those tensors that are there by name and shape."""
-    own = module.state_dict()
-    module.load_state_dict({n: t for n, t in tensors.items() if n in own and own[n].shape == t.shape}, strict=False)
+    state = module.state_dict()
+    module.load_state_dict({n: t for n, t in tensors.items() if n in state and state[n].shape == t.shape}, strict=False)

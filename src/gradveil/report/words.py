@@ -203,8 +203,8 @@ def cost(summary: Summary, defense: DefenseRow) -> str:
     if defense.loss is None:
         return "Its cost in accuracy was not measured."
     clean = summary.control.accuracy if summary.control else None
-    some = f"{digits(defense.loss, 1)}% of the accuracy"
-    text = f"It costs {some if defense.loss > 0 else 'no accuracy in this measurement'}"
+    cost = f"{digits(defense.loss, 1)}% of the accuracy"
+    text = f"It costs {cost if defense.loss > 0 else 'no accuracy in this measurement'}"
     if defense.accuracy is not None:
         against = f" instead of {percent(clean, 1)} undefended" if clean is not None else ""
         text += f" ({percent(defense.accuracy, 1)}{against})"

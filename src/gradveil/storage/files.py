@@ -98,14 +98,14 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path, what: str) -> Iterator[None]:
+def alone_in(folder: Path, activity: str) -> Iterator[None]:
     """Keep other processes from writing to a folder meanwhile; refuse where one does already."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock.acquire()
     except Timeout:
-        raise UserError(f"{folder}: another {what} is writing there; wait for it, or choose another place.") from None
+        raise UserError(f"{folder}: another {activity} is writing there; wait for it, or choose another place.") from None
     except OSError as error:
         raise UserError(f"{folder}: cannot write there ({(error.strerror or str(error)).lower()}).") from None
     try:

@@ -86,8 +86,8 @@ def check_arrays(received: Arrays, expected: Arrays) -> None:
     """Refuse a model from a server that is not the one agreed on: other names, shapes or kinds, or values not finite."""
     missing, extra = [n for n in expected if n not in received], [n for n in received if n not in expected]
     if missing or extra:
-        what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this client's does not"
-        raise UserError(f"the model from the server {what}; nothing was trained.")
+        difference = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this client's does not"
+        raise UserError(f"the model from the server {difference}; nothing was trained.")
     for name, want in expected.items():
         array = received[name]
         if array.shape != want.shape:
