@@ -160,30 +160,29 @@ def occurrences(pattern: str) -> Callable[[ast.AST, str], int]:
     return lambda tree, text: len(re.findall(pattern, text))
 
 
-# What is counted in the source, how often it may stand there today, and the aim. Lower a ceiling whenever you can.
-CEILINGS: dict[str, tuple[Callable[[ast.AST, str], int], int, int]] = {
-    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 25, 25),
-    "type: ignore": (occurrences(r"type: ignore"), 15, 15),
-    "lines": (lambda tree, text: len(text.splitlines()), 22_300, 22_300),
-    "vague names": (lambda tree, text: len(vague_names(tree)), 16, 0),
-    "banned words": (occurrences(r"(?i)(?<![a-z])(?:" + "|".join(BANNED) + r")(?![a-z])"), 0, 0),
-    "Client(": (lambda tree, text: len(constructions_of_client(tree)), 1, 1),
+# What is counted in the source, and how often it may occur there.
+LIMITS: dict[str, tuple[Callable[[ast.AST, str], int], int]] = {
+    "lines": (lambda tree, text: len(text.splitlines()), 22_300),
+    "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 25),
+    "type: ignore": (occurrences(r"type: ignore"), 15),
+    "vague names": (lambda tree, text: len(vague_names(tree)), 0),
+    "banned words": (occurrences(r"(?i)(?<![a-z])(?:" + "|".join(BANNED) + r")(?![a-z])"), 0),
+    "Client(": (lambda tree, text: len(constructions_of_client(tree)), 1),
 }
 
 
-@pytest.mark.parametrize("what", CEILINGS)
-def test_there_is_no_more_of_it_than_the_ceiling_allows(what: str) -> None:
-    count, ceiling, aim = CEILINGS[what]
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_source_keeps_the_limit(name: str) -> None:
+    count, most = LIMITS[name]
     counts = {str(p.relative_to(ROOT)): count(tree, p.read_text(encoding="utf-8")) for p, tree in TREES.items()}
-    assert aim <= ceiling
-    assert sum(counts.values()) <= ceiling, {name: n for name, n in counts.items() if n}
+    assert sum(counts.values()) <= most, {file: n for file, n in counts.items() if n}
 
 
 def test_the_counters_count() -> None:
     assert sorted(VAGUE) == ["found", "given", "known", "own", "some", "what"] and "naught" in BANNED
     text = "def f(self, a, found: dict[str, Any]):\n    own = Client(a)  # type: ignore\n    self.given = x.Client(_NAUGHT)\n"
     tree = ast.parse(text)
-    assert [count(tree, text) for count, _, _ in CEILINGS.values()] == [1, 1, 3, 3, 1, 2]
+    assert [count(tree, text) for count, _ in LIMITS.values()] == [3, 1, 1, 3, 1, 2]
     nine = "class A:\n    def m(self, a, b, c, d, e, f, g, h): ...\n    def n(self, a, b, c, d, e, f, g, *h, **i): ...\n"
     assert long_signatures(ast.parse(nine), "x") == {"x.A.m"}
 
