@@ -68,7 +68,8 @@ class InvertingGradients(MatchingAttack):
         if self.paper == "gradveil":
             # Signs help against kinks (ReLU, max-pool). On smooth nets they cost 12 dB: 37 against 49 on LeNet, 24 digits.
             kinked = not _smooth(work.task.model.module)
-            variant = replace(variant, steps=work.steps(variant.steps), signed=kinked, boxed=kinked)
+            steps = self.steps or work.steps(variant.steps)
+            variant = replace(variant, steps=steps, signed=kinked, boxed=kinked)
         signed = variant.signed if self.signed is None else self.signed
         return Match(
             Cosine(),
