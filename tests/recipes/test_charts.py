@@ -76,6 +76,7 @@ def test_a_result_without_single_numbers_has_no_scatter(written: Written, make_r
     ("more", "told"),
     [
         ("scatter: {across: MSE, up: all}", "the scatter names the row all"),
+        ("scatter: {across: MSE, up: PSNR, left: MSE}", "scatter.left: Extra inputs are not permitted"),
         ("lines: [victims, all]", "the lines name the column all"),
     ],
 )

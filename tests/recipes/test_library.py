@@ -124,10 +124,13 @@ def test_a_slip_in_a_recipe_is_told_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which the table has not"):
         load(str(file))
     file.write_text(text + "measures: {m: {kind: perturbations, data: mnist-5k, seed: 0, images: 2, noise: 1, scal: 2}}\n")
-    with pytest.raises(UserError, match=r"measures\.m\.perturbations\.scale: Field required"):
+    with pytest.raises(UserError, match=r"measures: m\.perturbations\.scale: Field required"):
         load(str(file)).at("cpu")
     file.write_text(text + "cell: {attack: ig, against: feed}\n")
     with pytest.raises(UserError, match="against: Input should be 'original' or 'fed'"):
         _ = load(str(file)).at("cpu").cells
+    file.write_text(text + "cell: {attack: ig}\npictures: {mine: {audit: a, shows: rebuilt}}\n")
+    with pytest.raises(UserError, match="picture mine: shows: Input should be 'original', 'fed' or 'reconstruction'"):
+        _ = load(str(file)).at("cpu").pictures
     with pytest.raises(UserError, match="did you mean 'precode/table1'"):
         load("precode/tabel1")

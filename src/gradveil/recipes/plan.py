@@ -5,6 +5,7 @@ is faster.
 """
 
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -133,10 +134,5 @@ def _seconds_per_image(kind: WorkKind, model: str, facts: DataFacts) -> float:
         "gradients": lambda: function.gradients(state, x[:, None], y[:, None]),
         "attacks": match,
     }
-    times = []
-    with one_thread():
-        for _ in range(2):  # the first run warms up
-            began = time.process_time()
-            work[kind]()
-            times.append(time.process_time() - began)
-    return min(times) / count
+    with one_thread():  # the first of two runs warms up
+        return min(timeit.repeat(work[kind], timer=time.process_time, number=1, repeat=2)) / count

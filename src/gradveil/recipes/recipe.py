@@ -77,7 +77,7 @@ class Picture(BaseModel, extra="forbid", frozen=True):
     shows: Literal["original", "fed", "reconstruction"]
 
 
-class ScatterChart(BaseModel):
+class ScatterChart(BaseModel, extra="forbid", frozen=True):
     """A chart: two rows of the table against each other, one panel per column."""
 
     across: str
@@ -143,10 +143,7 @@ class Scaled:
     def __init__(self, recipe: Recipe, scale: Scale):
         self.recipe, self.scale = recipe, scale
         self._names = chosen(recipe.names, scale)
-        try:
-            self.measures = TypeAdapter(dict[str, AnyMeasurement]).validate_python(chosen(recipe.measures, scale))
-        except ValidationError as error:
-            raise UserError(f"{recipe.name}: measures.{_first_problem(error)}") from None
+        self.measures = _validated(dict[str, AnyMeasurement], chosen(recipe.measures, scale), f"{recipe.name}: measures")
 
     @cached_property
     def cells(self) -> dict[Position, TableCell]:
@@ -163,7 +160,8 @@ class Scaled:
         for label, keys in self.recipe.pictures.items():
             cell = self._cell({**self.recipe.cell, "metric": "psnr", **keys})
             shows = keys.get("shows", "reconstruction")
-            rows.append(Picture.model_validate({"label": label, "cell": cell, "shows": shows}))
+            picture = {"label": label, "cell": cell, "shows": shows}
+            rows.append(_validated(Picture, picture, f"{self.recipe.name}: picture {label}"))
         return rows
 
     @cached_property
@@ -196,11 +194,8 @@ class Scaled:
         texts = {key: value.format_map(keys) if isinstance(value, str) else value for key, value in keys.items()}
         if texts.get("measure"):  # no audit, whatever the recipe's other cells name
             texts = {key: texts[key] for key in ("measure", "value") if key in texts}
-        named = {key: self._names.get(str(texts[key]), texts[key]) for key in ("defense", "attack") if key in texts}
-        try:
-            cell = TableCell.model_validate({**texts, **named})
-        except ValidationError as error:
-            raise UserError(f"{self.recipe.name}: {_first_problem(error)}") from None
+        texts |= {key: self._names.get(str(texts[key]), texts[key]) for key in ("defense", "attack") if key in texts}
+        cell = _validated(TableCell, texts, self.recipe.name)
         self._check(cell)
         return cell
 
@@ -259,12 +254,14 @@ def load(name: str) -> Recipe:
     values = read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: a recipe is written as `key: value` lines.")
+    return _validated(Recipe, {"name": name if ours else file.stem, **values}, str(file))
+
+
+def _validated(kind: type[T], values: object, where: str) -> T:
+    """The values as this type, or one clear line on the first that does not fit."""
     try:
-        return Recipe.model_validate({"name": name if ours else file.stem, **values})
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        raise UserError(f"{file}: {_first_problem(error)}") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    return ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]]) + "."
+        first = error.errors(include_url=False)[0]
+        parts = [where, ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]
+        raise UserError(": ".join(part for part in parts if part) + ".") from None
