@@ -49,7 +49,8 @@ def _connect(address: str) -> ModuleType:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"no Ray cluster at '{address}' ({one_line(error)[:200]}).") from None
-    return ray
+    module: ModuleType = ray
+    return module
 
 
 class RayWorkers(Workers[Cell, None]):

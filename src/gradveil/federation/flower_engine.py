@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from pydantic import BaseModel
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
     from ray import ObjectRef
 
-    Clients = ObjectRef[list[Participant]]
+    Clients: TypeAlias = ObjectRef[list[Participant]]
 
 # Read when Flower and Ray are imported: no telemetry, and Ray listens on this machine alone (on Linux it would otherwise
 # take the machine's network address).

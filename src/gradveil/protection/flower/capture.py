@@ -44,7 +44,8 @@ def capture(
 
     def configure_train(server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         writer.sent(server_round, arrays, config)
-        return configure(server_round, arrays, config, grid)
+        messages: Iterable[Message] = configure(server_round, arrays, config, grid)
+        return messages
 
     def aggregate_train(server_round: int, replies: Iterable[Message]) -> Any:
         arrived = list(replies)
@@ -103,7 +104,7 @@ class _Writer:
 
     def _examples(self, reply: Message) -> int:
         records = reply.content.metric_records.values()
-        return next((max(1, int(r[self.weight])) for r in records if self.weight in r), 1)  # type: ignore[arg-type]
+        return next((max(1, int(r[self.weight])) for r in records if self.weight in r), 1)
 
 
 def _numpy(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
