@@ -23,7 +23,7 @@ from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.data.loda.defense import Loda, Memory
 from gradveil.defenses.data.loda.extractors import Extractor, Trained, Trunk, _folded, extractor, train
 from gradveil.metrics import identify, lpips, psnr, ssim
-from gradveil.storage.files import read_tensors
+from gradveil.storage.tensor_file import read_tensors
 
 needs_weights = pytest.mark.skipif(
     not os.environ.get("GRADVEIL_DATA"), reason="the ImageNet trunks are read from GRADVEIL_DATA"

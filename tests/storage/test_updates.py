@@ -161,7 +161,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
 
 def test_no_file_and_a_folder_are_told(tmp_path: Path) -> None:
     assert "no such file" in refused(lambda: load_tensors(tmp_path / "absent"))
-    assert "no such file" in refused(lambda: load_tensors(tmp_path))
+    assert "a folder, not a regular file" in refused(lambda: load_tensors(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from gradveil.core.settings import first_error
 from gradveil.core.types import Level
 from gradveil.defenses.base import Defense
 from gradveil.federation import FederationPlan
-from gradveil.storage.files import read_yaml
+from gradveil.storage.reading import read_yaml
 
 SUITE = "standard"
 CONTROL = "none"

@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.losses import DEFAULT
@@ -17,6 +15,8 @@ from gradveil.core.types import Tensors
 from gradveil.federation.history import History
 from gradveil.federation.rounds import Federation, Server
 from gradveil.storage.files import write_json, write_tensors
+from gradveil.storage.reading import parse_json
+from gradveil.storage.tensor_file import open_tensors
 
 STATE, HISTORY = "state.safetensors", "history.json"
 _VELOCITY = "server-velocity/"  # names of a module hold no slash
@@ -46,14 +46,16 @@ class Checkpoint:
                 raise UserError(f"{self.folder} holds a {HISTORY} but no {STATE}, so it cannot go on; choose another folder.")
             return History(), {}
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            self._compare(dict(json.loads(metadata["configuration"])))
+            with open_tensors(path) as file:
+                metadata, tensors = file.metadata, file.tensors()
+            configuration, record = (parse_json(metadata[key], path) for key in ("configuration", "history"))
+            if not isinstance(configuration, dict) or not isinstance(record, dict):
+                raise TypeError("no mapping")
             state = {n: t for n, t in tensors.items() if not n.startswith(_VELOCITY)}
-            history = History.from_json(dict(json.loads(metadata["history"])), state)
-        except (SafetensorError, KeyError, TypeError, ValueError, OSError):
+            history = History.from_json(record, state)
+        except (UserError, KeyError, TypeError, ValueError):
             raise UserError(f"{path} is not the state of a training run; choose another folder.") from None
+        self._compare(configuration)
         return history, {n.removeprefix(_VELOCITY): t for n, t in tensors.items() if n not in state}
 
     def save(self, history: History, server: Server) -> None:
@@ -66,7 +68,7 @@ class Checkpoint:
     def _compare(self, stored: Mapping[str, object]) -> None:
         for key, value in self.configuration.items():
             if stored.get(key) != value:
-                difference = _HASHED.get(key) or f"{key}={stored.get(key)}, not {value}"
+                difference = _HASHED.get(key) or f"{key}={str(stored.get(key))[:80]}, not {value}"
                 raise UserError(
                     f"{self.folder} holds a training run with {difference}; repeat its options, or choose another folder."
                 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradveil.core.types import Tensors
 from gradveil.metrics.pixel import pair
 from gradveil.metrics.registry import metric
-from gradveil.storage.files import read_tensors
+from gradveil.storage.tensor_file import read_tensors
 
 Net = Literal["alex", "vgg"]
 

@@ -18,7 +18,7 @@ from gradveil.auditing.spec import CONTROL, SUITE, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown
 from gradveil.recipes.claims import Claim, Position
 from gradveil.recipes.measures import AnyMeasurement
-from gradveil.storage.files import read_yaml
+from gradveil.storage.reading import read_yaml
 
 Scale = Literal["cpu", "paper"]
 SCALES: tuple[Scale, ...] = ("cpu", "paper")

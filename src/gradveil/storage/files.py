@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from gradveil.core.errors import UserError, one_line
+from gradveil.core.errors import UserError
 
 LOCK = ".gradveil.lock"
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
@@ -115,17 +114,6 @@ def alone_in(folder: Path, activity: str) -> Iterator[None]:
         lock.release()
 
 
-def read_yaml(file: Path) -> object:
-    """The content of a YAML file, or one clear line."""
-    try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return content
-    except OSError as error:
-        raise UserError(f"{file}: {(error.strerror or 'cannot be read').lower()}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not YAML ({one_line(error)}).") from None
-
-
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:
     # A lone surrogate in a class name is legal JSON but not UTF-8; a report is written nevertheless.
     write_bytes(path, text.encode("utf-8", errors="replace"), mode)
@@ -146,11 +134,3 @@ def write_json(path: Path, value: Any) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     write_atomic(path, lambda p: save_file(plain, str(p), metadata=metadata))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that `write_tensors` wrote."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged and cannot be read ({one_line(error)}); remove it.") from None

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.types import Tensors
-from gradveil.storage.files import read_tensors, remove_leftovers, room_for, write_tensors
+from gradveil.storage.files import remove_leftovers, room_for, write_tensors
+from gradveil.storage.tensor_file import open_tensors, read_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
 State = dict[str, Any]  # as torch declares the state of modules and optimizers
@@ -109,17 +110,16 @@ def _restore(checkpoint: Path, parts: Sequence[Part], steps: int) -> int:
         return 0
     fresh = [copy.deepcopy(_state(part)) for part in parts]
     try:
-        with safe_open(checkpoint, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        with open_tensors(checkpoint) as file:
+            metadata, tensors = file.metadata, file.tensors()
         if metadata["sha256"] != digest(metadata["state"], tensors):
             raise ValueError("damaged")
-        done, states = json.loads(metadata["state"])
+        done, states = json.loads(metadata["state"])  # what the hash is of
         if not 0 < done <= steps:
             raise ValueError("from a longer training")
         for part, state in zip(parts, states, strict=True):
             _load(part, {key: _unpacked(value, tensors) for key, value in state["dict"]})
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+    except (UserError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         # Another version, or damaged: only time is lost. Some parts may have been set already.
         for part, state in zip(parts, fresh, strict=True):
             _load(part, state)

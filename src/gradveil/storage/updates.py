@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.core.errors import UserError, shape_text
 from gradveil.core.types import Kind, Tensors, Update
 from gradveil.storage.files import write_tensors
+from gradveil.storage.tensor_file import open_tensors
 
-MAX_BYTES = 8 * 2**30
+MAX_BYTES = 2 << 30
 KINDS: tuple[Kind, ...] = ("gradient", "delta")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -51,16 +51,8 @@ def _decoded(text: str) -> object:
 def load_tensors(path: str | Path) -> tuple[Tensors, dict[str, str]]:
     """All tensors of a safetensors file as finite floats, and its metadata."""
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file.")
-    if path.stat().st_size > MAX_BYTES:
-        raise UserError(f"{path}: larger than {MAX_BYTES // 2**30} GiB.")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-        raise UserError(f"{path}: not a safetensors file ({one_line(error)}).") from None
+    with open_tensors(path, MAX_BYTES) as file:
+        tensors, metadata = file.tensors(), dict(file.metadata)
     if not tensors:
         raise UserError(f"{path}: holds no tensors.")
     return {name: _checked(path, name, tensor) for name, tensor in tensors.items()}, metadata

@@ -32,8 +32,9 @@ from gradveil.defenses.data.ats.scores import Candidate, Json, Score, ScoreLog, 
 from gradveil.models import build
 from gradveil.processes.scheduler import Perform, ThisProcess, Workers, run_jobs
 from gradveil.processes.worker import ProcessWorkers
-from gradveil.storage.files import alone_in, read_tensors, write_tensors
+from gradveil.storage.files import alone_in, write_tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
+from gradveil.storage.tensor_file import read_tensors
 
 NO_POLICY: Policy = ()
 EPSILON = 1e-5  # Eq. 10

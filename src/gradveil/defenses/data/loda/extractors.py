@@ -22,8 +22,8 @@ from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors
 from gradveil.metrics.perceptual import NETWORKS, imagenet_input, trunk_outputs
-from gradveil.storage.files import read_tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
+from gradveil.storage.tensor_file import read_tensors
 
 ExtractorKind = Literal["trained", "alexnet", "vgg16"]
 
