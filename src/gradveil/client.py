@@ -10,12 +10,12 @@ import torch
 
 from gradveil.core.gradients import local_delta
 from gradveil.core.observation import Trace
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import Stream, generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors, Update
 from gradveil.defenses.base import Defense, Setup, Step
 
-Draws = Callable[..., torch.Generator]  # a random stream by its key
+Draws = Callable[..., Stream]  # a random stream by its key
 
 
 def prepare_client(defense: Defense, training: LocalTraining, setup: Setup, draws: Draws | None = None) -> Client:
@@ -68,5 +68,5 @@ class Client:
         tensors = {name: t.detach() for name, t in tensors.items()}
         return Update(tensors, self.training.kind, len(batch)), Trace(batch, seen, secrets)
 
-    def _step(self, state: Tensors, batch: Batch, rng: torch.Generator, secrets: Tensors | None = None) -> Step:
+    def _step(self, state: Tensors, batch: Batch, rng: Stream, secrets: Tensors | None = None) -> Step:
         return Step(self.task, state, batch, rng, self.memory, secrets={} if secrets is None else secrets)

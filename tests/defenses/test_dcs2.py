@@ -13,6 +13,7 @@ from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Trace
+from gradveil.core.randomness import TorchStream
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors, Update
 from gradveil.defenses import Defense, parse
@@ -155,7 +156,7 @@ def test_each_sample_is_crafted_as_if_alone_in_any_chunks(monkeypatch: pytest.Mo
     together = send(c, batch)[1].secrets
     x, y = together["dcs2.concealed"], together["dcs2.concealed_labels"]
     start = send(client("dcs2:steps=0"), batch)[1].secrets["dcs2.concealed"]
-    step = c._step(c.task.model.state(), batch, torch.Generator())
+    step = c._step(c.task.model.state(), batch, TorchStream())
     defense = c.defense
     assert isinstance(defense, DCS2)
     for i in range(3):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Setup, Step, parse
@@ -66,7 +67,7 @@ def test_a_softmax_classifier_has_no_sensitivity_of_this_kind() -> None:
 @pytest.mark.parametrize("slices", [1, 4, 10])
 def test_slices_hold_equal_shares_of_the_sensitivity(slices: int) -> None:
     f, batch = net(), images(20)
-    step = Step(task_of(f), f.state(), batch, torch.Generator())
+    step = Step(task_of(f), f.state(), batch, TorchStream())
     cuts = parse(f"graddefense:slices={slices},noised=1").cuts(step, batch)  # type: ignore[attr-defined]
     sizes = [p.numel() for p in f.parameters(f.state()).values()]
     share = sensitivity(f, f.state(), batch.x, batch.y).double()
@@ -109,7 +110,7 @@ def test_no_noise_is_the_identity() -> None:
 def test_clipping_bounds_every_image_in_the_chosen_slices() -> None:
     c, batch = client("graddefense:clip=true,std=0.01"), images(3)
     state = c.task.model.state()
-    step = Step(c.task, state, batch, torch.Generator())
+    step = Step(c.task, state, batch, TorchStream())
     whole = flat(step.gradient(batch))
     found, part = whole.clone(), slice(10, 300)
     c.defense._clip(found, [part], step)  # type: ignore[attr-defined]
@@ -127,7 +128,7 @@ def test_refresh_measures_at_the_present_weights() -> None:
     later = {k: v * 5 if k == "1.weight" else v for k, v in f.state().items()}
 
     def noised(defense: object) -> list[list[int]]:
-        step = Step(task_of(f), later, images(1), torch.Generator().manual_seed(0), memory)
+        step = Step(task_of(f), later, images(1), torch_stream(0), memory)
         defense.gradient(step.gradient(step.batch), step)  # type: ignore[attr-defined]
         return step.secrets["graddefense.noised"].tolist()  # type: ignore[no-any-return]
 
@@ -141,7 +142,7 @@ def test_more_noised_slices_than_there_are_is_refused() -> None:
 
 def test_clipping_is_refused_where_images_are_coupled() -> None:
     f = ModelFunction(net().module, mode="train")
-    step = Step(task_of(f), f.state(), images(4), torch.Generator())
+    step = Step(task_of(f), f.state(), images(4), TorchStream())
     defense = parse("graddefense:clip=true")
     step.memory = (step.batch, torch.arange(11))
     with pytest.raises(UserError, match="couples"):

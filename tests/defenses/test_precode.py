@@ -14,6 +14,7 @@ from torch.distributions import Normal, kl_divergence
 from gradveil.client import prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining
 from gradveil.defenses import parse
@@ -112,14 +113,14 @@ def test_the_draw_is_an_input_and_without_it_the_module_samples_also_at_inferenc
     bottleneck.noise = draw
     mean, raw = bottleneck.encoder(z).chunk(2, dim=1)
     assert torch.allclose(bottleneck(z), bottleneck.decoder(mean + F.softplus(raw) * draw))
-    rng = torch.Generator().manual_seed(3)
+    rng = torch_stream(3)
     assert torch.equal(bottleneck.draw(7, rng), torch.randn(7, 4, generator=torch.Generator().manual_seed(3)))
 
 
 def test_vmap_over_draws_agrees_with_one_at_a_time() -> None:
     f = ModelFunction(parse("precode:k=8").model(Odd(), SHAPE))
     x, y = random_images(6)
-    noise = {k: v.unflatten(0, (3, 2)) for k, v in f.draw_noise(6, torch.Generator().manual_seed(1)).items()}
+    noise = {k: v.unflatten(0, (3, 2)) for k, v in f.draw_noise(6, torch_stream(1)).items()}
     assert {k: tuple(v.shape) for k, v in noise.items()} == {"head.bottleneck.noise": (3, 2, 8)}
     x, y = x.unflatten(0, (3, 2)), y.unflatten(0, (3, 2))
     assert f.route(f.state(), x, y, noise) == "vmap"
@@ -135,7 +136,7 @@ def test_several_placements_add_their_losses_and_feature_maps_keep_their_shape()
     assert guarded.body[2].bottleneck.encoder.in_features == 3 * 10 * 10
     f = ModelFunction(guarded)
     x, y = random_images(3)
-    noise = f.draw_noise(3, torch.Generator())
+    noise = f.draw_noise(3, TorchStream())
     plain = F.cross_entropy(f(f.state(), x, noise), y)
     torch.func.functional_call(f.module, {**f.state(), **noise}, (x,))
     extra = sum(b.penalty() for b in bottlenecks(f.module).values())

@@ -22,7 +22,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Knowledge, Observation, Reconstruction
 from gradveil.core.progress import Steps
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import TorchStream, generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Tensors, hard_labels
@@ -36,7 +36,7 @@ class Target:
 
     observations: list[Observation]
     labels: Tensor  # N × B class numbers, or N × B × classes when soft; granted, or inferred from the update
-    rng: torch.Generator
+    rng: TorchStream
     budget: Budget = "standard"
     progress: Steps | None = None
     memory: int | None = None  # bytes that one batched computation may take

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradveil.core.observation import Observation
+from gradveil.core.randomness import torch_stream
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def linear_layers(observation: Observation) -> list[str]:
     used = [(p, m) for p, m in layers if f"{p}.weight" in model.trainable and f"{p}.bias" in model.trainable]
     images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
     with torch.no_grad(), hooked(m.register_forward_pre_hook(note(p)) for p, m in used):
-        model(observation.state, images, model.draw_noise(2, torch.Generator().manual_seed(0)))
+        model(observation.state, images, model.draw_noise(2, torch_stream(0)))
     return order
 
 

@@ -22,6 +22,7 @@ from gradveil.core.notebook import figure, strip
 from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
 from gradveil.core.options import Option
 from gradveil.core.progress import Progress
+from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.settings import first_error
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Shape, Tensors, Update
@@ -215,7 +216,7 @@ def _module(model: Any, shape: Shape, classes: int | None) -> nn.Module:
 def _outputs(function: ModelFunction, state: Tensors, shape: Shape) -> int:
     try:
         with torch.no_grad():
-            output = function(state, torch.zeros(2, *shape), function.draw_noise(2, torch.Generator()))
+            output = function(state, torch.zeros(2, *shape), function.draw_noise(2, TorchStream()))
     except (Exception, SystemExit) as error:  # whatever a user's forward pass raises is the message
         raise UserError(f"the model does not take images of {shape_text(shape)}: {one_line(error)}") from None
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim != 2:
@@ -269,7 +270,7 @@ def _fit(observation: Observation, answer: Reconstruction) -> float:
     if answer.failed or answer.labels is None:
         return math.inf
     model, x = observation.model, observation.task.normalize(answer.images)
-    noise = {k: v[None] for k, v in model.draw_noise(len(x), torch.Generator().manual_seed(0)).items()}
+    noise = {k: v[None] for k, v in model.draw_noise(len(x), torch_stream(0)).items()}
     with torch.no_grad():
         ours = model.updates(observation.state, x[None], answer.labels[None], observation.knowledge.training, noise)
         theirs = [observation.update.tensors[n][None] for n in model.trainable]

@@ -24,7 +24,7 @@ from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
-from gradveil.core.randomness import seeded
+from gradveil.core.randomness import TorchStream, seeded
 from gradveil.core.results import Against, GradientChange, ImageScores, finite
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
@@ -224,7 +224,7 @@ def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> 
     spec, limits = work.case.spec, work.limits
     memory = limits.memory
     if limits.second_try:
-        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), torch.Generator())
+        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), TorchStream())
         taken = row_bytes(whole.workload) * len(observations) * attack.cost(whole.workload).rows
         memory = min(taken, memory or taken) // 2
     run = partial(attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.randomness import Stream
 from gradveil.core.types import LocalTraining, Tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,7 +86,7 @@ class ModelFunction:
         """The part of a state that is trained, in the module's order: what an update speaks of."""
         return {name: state[name] for name in self.trainable}
 
-    def draw_noise(self, images: int, rng: torch.Generator) -> Tensors:
+    def draw_noise(self, images: int, rng: Stream) -> Tensors:
         """A draw for every random part of the model: a submodule with `draw(images, rng)` reads it from its buffer `noise`."""
         parts = [(path, m) for path, m in self.module.named_modules() if callable(getattr(m, "draw", None))]
         return {f"{path}.noise" if path else "noise": m.draw(images, rng) for path, m in parts}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.randomness import Stream, TorchStream
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Noise, Tensors
@@ -38,7 +39,7 @@ class Setup:
     seed: int = 0
     cache: Path | None = None  # a folder for trained networks that can be used again
     progress: Callable[[str, int, int], None] | None = None
-    rng: torch.Generator = field(default_factory=torch.Generator)
+    rng: Stream = field(default_factory=TorchStream)
 
     @property
     def model(self) -> ModelFunction:
@@ -52,7 +53,7 @@ class Step:
     task: Task
     state: Tensors
     batch: Batch  # pixels in [0, 1]
-    rng: torch.Generator
+    rng: Stream
     memory: Any = None  # what `prepare` of this defense returned
     noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
     secrets: Tensors = field(default_factory=dict)  # what a defense drew; realistic adversaries never see it

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradveil.core.randomness import Stream
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
 from gradveil.federation.statistics import even_parts
@@ -11,7 +12,7 @@ from gradveil.federation.statistics import even_parts
 CHUNK = 256  # images that are evaluated together
 
 
-def evaluate(task: Task, state: Tensors, batch: Batch, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def evaluate(task: Task, state: Tensors, batch: Batch, rng: Stream) -> tuple[Tensor, Tensor]:
     """Per image whether it is classified correctly (n), and its cross entropy (n). `rng` serves models that draw noise.
 
     Where targets are rows of numbers there is no correct class (NaN), and the loss is that of the model.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.randomness import Stream
 from gradveil.core.types import Tensors
 
 # How far one mini-batch moves a running statistic: torch's default. For FedSGD, where a round is one mini-batch.
@@ -38,7 +39,7 @@ class RunningStatistics:
                 prefix = f"{path}." if path else ""
                 self._names += [f"{prefix}running_mean", f"{prefix}running_var", f"{prefix}num_batches_tracked"]
 
-    def measure(self, state: Tensors, inputs: Tensor, batch_size: int, rng: torch.Generator) -> Tensors:
+    def measure(self, state: Tensors, inputs: Tensor, batch_size: int, rng: Stream) -> Tensors:
         """Mean and variance of each layer over normalized images (n × C × H × W); empty without BatchNorm."""
         if not self._names:
             return {}

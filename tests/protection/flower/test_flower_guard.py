@@ -80,7 +80,7 @@ class Scramble(Defense):
         self.fed = []
 
     def data(self, batch: Batch, step: Step) -> Batch:
-        return Batch(torch.rand(batch.x.shape, generator=step.rng), batch.y)
+        return Batch(step.rng.uniform(batch.x.shape), batch.y)
 
     def batch(self, batch: Batch, step: Step) -> Batch:
         self.fed.append(batch.x)

@@ -24,6 +24,7 @@ from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.core.observation import Observation
+from gradveil.core.randomness import torch_stream
 
 LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
@@ -128,7 +129,7 @@ def soft_labels(fed: Fed) -> Tensor | None:
         return None
     rows = []
     for observation, x, signal in zip(fed.target.observations, fed.x, signals, strict=True):
-        noise = observation.model.draw_noise(1, torch.Generator().manual_seed(0))
+        noise = observation.model.draw_noise(1, torch_stream(0))
         belief = observation.model(observation.state, x, noise).softmax(-1)
         rows.append((belief - signal).clamp(0, 1))
     return torch.stack(rows)

@@ -32,6 +32,7 @@ from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.attacks.matching.starts import Start
+from gradveil.core.randomness import TorchStream
 
 CLOSED = (Linear(), RGAP())
 DISTANCES = (Cosine(), RelativeL2())
@@ -165,7 +166,7 @@ def _descend(target: Target, insight: Insight, distance: Distance, weight: float
 
 
 def _draws_unknown_noise(target: Target) -> bool:
-    drawn = target.model.draw_noise(1, torch.Generator())
+    drawn = target.model.draw_noise(1, TorchStream())
     return any(name not in o.knowledge.secrets for name in drawn for o in target.observations)
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import Stream
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses import Defense, Setup, Step, defense
@@ -62,7 +63,7 @@ class InstaHide(Defense):
         else:
             mixing = within(lambda rows: dirichlet(rows, self.k, step.rng), len(batch), self.lower, self.upper)
         mixed = mix(batch, mixing, step.memory.draw(batch, self.k, step.rng), step.memory.data, step)
-        signs = torch.randint(2, mixed.x.shape, generator=step.rng, dtype=torch.int8) * 2 - 1
+        signs = step.rng.integers(0, 2, mixed.x.shape, torch.int8) * 2 - 1
         step.remember(signs=signs)
         return Batch(step.task.denormalize(step.task.normalize(mixed.x) * signs), mixed.y)
 
@@ -81,13 +82,13 @@ class Crossed:
         data = Batch(torch.cat([private.x, public]), torch.cat([labels, labels.new_zeros(len(public), classes)]))
         return Crossed(Partners.of(private, num_private, name), data, num_private)
 
-    def draw(self, batch: Batch, k: int, rng: torch.Generator) -> Tensor:
+    def draw(self, batch: Batch, k: int, rng: Stream) -> Tensor:
         private, start = self.private.draw(batch, self.num_private, rng), len(self.private.data)
         empty = torch.empty(len(batch), 0, dtype=torch.long)
         public = start + different(empty, k - self.num_private, len(self.data) - start, rng)
         return torch.cat([private, public], dim=1)
 
 
-def _normal(rows: int, k: int, rng: torch.Generator) -> Tensor:
-    size = torch.randn(rows, k, generator=rng).abs()
+def _normal(rows: int, k: int, rng: Stream) -> Tensor:
+    size = rng.normal((rows, k)).abs()
     return size / size.sum(dim=1, keepdim=True)

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.core.randomness import Stream
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses import Defense, Setup, Step, defense
@@ -69,7 +70,7 @@ class Partners:
             raise UserError(f"{name} mixes {k} images, but there are only {len(data)}; choose a smaller k.")
         return Partners(data, {_key(image): i for i, image in enumerate(data.x)})
 
-    def draw(self, batch: Batch, k: int, rng: torch.Generator) -> Tensor:
+    def draw(self, batch: Batch, k: int, rng: Stream) -> Tensor:
         """n × k different positions: that of each image itself (−1 if it is not among these), then its partners."""
         positions = torch.tensor([[self.positions.get(_key(image), -1)] for image in batch.x])
         return different(positions, k - 1, len(self.data), rng)
@@ -79,11 +80,11 @@ def _key(image: Tensor) -> bytes:
     return hashlib.blake2b(image.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
-def different(first: Tensor, count: int, below: int, rng: torch.Generator) -> Tensor:
+def different(first: Tensor, count: int, below: int, rng: Stream) -> Tensor:
     """The rows of `first`, extended by `count` random numbers below `below`; no number occurs twice in a row."""
 
     def draw(rows: Tensor) -> Tensor:
-        return torch.cat([rows, torch.randint(below, (len(rows), count), generator=rng)], dim=1)
+        return torch.cat([rows, rng.integers(0, below, (len(rows), count))], dim=1)
 
     drawn = draw(first)
     while (twice := (drawn.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)).any():
@@ -91,9 +92,9 @@ def different(first: Tensor, count: int, below: int, rng: torch.Generator) -> Te
     return drawn
 
 
-def dirichlet(rows: int, k: int, rng: torch.Generator) -> Tensor:
+def dirichlet(rows: int, k: int, rng: Stream) -> Tensor:
     """Dirichlet(3, 1, …, 1), rows × k: sums of standard exponentials, normalised."""
-    exponential = -torch.log1p(-torch.rand(rows, ITSELF + k - 1, generator=rng, dtype=torch.float64))
+    exponential = -torch.log1p(-rng.uniform((rows, ITSELF + k - 1), torch.float64))
     parts = torch.cat([exponential[:, :ITSELF].sum(dim=1, keepdim=True), exponential[:, ITSELF:]], dim=1)
     return (parts / parts.sum(dim=1, keepdim=True)).float()
 

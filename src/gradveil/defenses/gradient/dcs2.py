@@ -152,12 +152,12 @@ class DCS2(Defense):
         """One start point per sensitive sample, as network inputs."""
         n, public = len(private), step.memory
         if public is not None and not self.start.startswith("noise"):
-            pick = torch.randint(len(public), (n,), generator=step.rng)
+            pick = step.rng.integers(0, len(public), (n,))
             x, y = step.task.normalize(public.x[pick].to(private.x)), public[pick].hard_labels.cpu()
         if public is None or self.start.startswith("noise"):
-            x = torch.randn(private.x.shape, generator=step.rng).to(private.x)
+            x = step.rng.normal(private.x.shape).to(private.x)
             y = torch.full((n,), step.task.num_outputs)
-        random = torch.randint(step.task.num_outputs, (n,), generator=step.rng)  # for noise, and for unknown classes
+        random = step.rng.integers(0, step.task.num_outputs, (n,))  # for noise, and for unknown classes
         if self.start.endswith("mixup"):
             x = 0.7 * x + 0.3 * step.task.normalize(private.x)
         return Batch(x, torch.where(y < step.task.num_outputs, y, random).to(private.y.device))

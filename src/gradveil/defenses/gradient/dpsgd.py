@@ -82,7 +82,7 @@ class DpSgd(Defense):
                 total[name] += torch.einsum("n,n...->...", factors[-1].to(g), g)
         step.remember(clipped=torch.cat([f.float() for f in factors]))
         count, std = len(step.batch), self.std(len(step.batch))
-        return {name: g / count + std * torch.randn(g.shape, generator=step.rng).to(g) for name, g in total.items()}
+        return {name: step.rng.added_normal(g / count, std) for name, g in total.items()}
 
 
 def _per_image(step: Step, values: int) -> Iterator[Tensors]:

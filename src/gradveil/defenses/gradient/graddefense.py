@@ -59,7 +59,7 @@ class GradDefense(Defense):
 
     def prepare(self, setup: Setup) -> tuple[Batch, Tensor]:
         source = setup.public if setup.public is not None else setup.private
-        pick = torch.randperm(len(source), generator=setup.rng)[: self.root]
+        pick = setup.rng.permutation(len(source))[: self.root]
         step = Step(setup.task, setup.state, source[pick], setup.rng)
         return step.batch, self.cuts(step, step.batch)
 
@@ -67,13 +67,13 @@ class GradDefense(Defense):
         root, cuts = step.memory
         if self.refresh:
             cuts = self.cuts(step, root)
-        chosen = torch.randperm(self.slices, generator=step.rng)[: self.noised].sort().values
+        chosen = step.rng.permutation(self.slices)[: self.noised].sort().values
         parts = [slice(int(cuts[i]), int(cuts[i + 1])) for i in chosen]
         flat = torch.cat([g.flatten() for g in tensors.values()])
         if self.clip:
             self._clip(flat, parts, step)
         for part in parts:
-            flat[part] += self.std * torch.randn(flat[part].shape, generator=step.rng).to(flat)
+            flat[part] = step.rng.added_normal(flat[part], self.std)
         step.secrets["graddefense.noised"] = torch.stack([cuts[chosen], cuts[chosen + 1]], dim=1)
         split = flat.split([g.numel() for g in tensors.values()])
         return {name: part.view_as(g).to(g) for part, (name, g) in zip(split, tensors.items(), strict=True)}

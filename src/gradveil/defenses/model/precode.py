@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError, unknown
 from gradveil.core.layers import layer_inputs
-from gradveil.core.randomness import seeded
+from gradveil.core.randomness import Stream, seeded
 from gradveil.core.settings import settings
 from gradveil.defenses import Defense, defense
 
@@ -52,9 +52,9 @@ class VariationalBottleneck(nn.Module):
             raise RuntimeError("penalty() needs a forward pass before it")
         return self._scale * divergence
 
-    def draw(self, images: int, rng: torch.Generator) -> Tensor:
+    def draw(self, images: int, rng: Stream) -> Tensor:
         """ε (images × k)."""
-        return torch.randn(images, self.k, generator=rng)
+        return rng.normal((images, self.k))
 
     def __getstate__(self) -> dict[str, object]:
         # The divergence holds the graph of one forward pass, which can be neither copied nor stored.

@@ -4,9 +4,7 @@ The published comparisons (DLG, ATS, DCS2, PRECODE) add it without clipping, so 
 """
 
 import math
-from collections.abc import Callable
 
-import torch
 from pydantic import Field
 
 from gradveil.core.settings import settings
@@ -32,7 +30,7 @@ class Gaussian(Defense):
         return Noise(self.std)
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {name: g + self.std * _like(g, torch.randn, step) for name, g in tensors.items()}
+        return {name: step.rng.added_normal(g, self.std) for name, g in tensors.items()}
 
 
 @defense("laplace", counters=["noise-likelihood"], random=True)
@@ -53,14 +51,4 @@ class Laplace(Defense):
         return Noise(self.scale * math.sqrt(2), "laplace")
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {name: g + self.scale * _laplace(_like(g, torch.rand, step)) for name, g in tensors.items()}
-
-
-def _like(g: torch.Tensor, draw: Callable[..., torch.Tensor], step: Step) -> torch.Tensor:
-    return draw(g.shape, generator=step.rng).to(g)
-
-
-def _laplace(uniform: torch.Tensor) -> torch.Tensor:
-    """Laplace(0, 1) by its inverse distribution function."""
-    centred = uniform - 0.5
-    return -centred.sign() * torch.log1p((-2 * centred.abs()).clamp_min(-1 + 1e-7))
+        return {name: step.rng.added_laplace(g, self.scale) for name, g in tensors.items()}

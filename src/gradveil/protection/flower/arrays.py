@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError, shape_text
-from gradveil.core.randomness import Streams
+from gradveil.core.randomness import Stream, Streams
 from gradveil.core.types import Update
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Step, checked_update
@@ -49,7 +49,7 @@ def protect_arrays(
     *,
     untouched: Iterable[str] = STATISTICS,
     sends: Sends = "weights",
-    rng: torch.Generator | None = None,
+    rng: Stream | None = None,
 ) -> dict[str, NDArray[Any]]:
     """What may leave in place of `after`: the weights received plus the protected update, in the order of `after`.
 

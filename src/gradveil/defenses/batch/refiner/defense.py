@@ -54,7 +54,7 @@ class Refiner(Defense):
 
     def batch(self, batch: Batch, step: Step) -> Batch:
         evaluator: Evaluator = step.memory
-        noise = torch.rand(batch.x.shape, generator=step.rng)
+        noise = step.rng.uniform(batch.x.shape)
         step.remember(**{"refiner.start": noise})
         draw = step.model.draw_noise(len(batch), step.rng)  # of a random model; the same in every comparison
         true = step.gradient(batch, draw)

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import Stream, generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense, Step, defense
@@ -79,13 +79,13 @@ class Draw:
     flip: Tensor  # n: whether the image is mirrored
 
     @staticmethod
-    def make(images: int, policies: tuple[Policy, ...], crop: int, flip: bool, rng: torch.Generator) -> Draw:
+    def make(images: int, policies: tuple[Policy, ...], crop: int, flip: bool, rng: Stream) -> Draw:
         longest = max(map(len, policies))
         return Draw(
-            torch.randint(len(policies), (images,), generator=rng),
-            torch.randint(2, (images, longest), generator=rng) * 2.0 - 1,
-            torch.randint(2 * crop + 1, (images, 2), generator=rng),
-            (torch.rand(images, generator=rng) < 0.5) & flip,
+            rng.integers(0, len(policies), (images,)),
+            rng.integers(0, 2, (images, longest)) * 2.0 - 1,
+            rng.integers(0, 2 * crop + 1, (images, 2)),
+            (rng.uniform((images,)) < 0.5) & flip,
         )
 
     def secrets(self) -> Tensors:
@@ -128,10 +128,10 @@ def write_policy(policies: tuple[Policy, ...]) -> str:
     return "+".join("-".join(map(str, policy)) for policy in policies)
 
 
-def random_policy(rng: torch.Generator) -> Policy:
+def random_policy(rng: Stream) -> Policy:
     """As the search of the authors draws it: three positions, each with one of fifty functions or empty, not all empty."""
     while True:
-        drawn = torch.randint(-1, len(FUNCTIONS), (LONGEST,), generator=rng).tolist()
+        drawn = rng.integers(-1, len(FUNCTIONS), (LONGEST,)).tolist()
         if policy := tuple(index for index in drawn if index >= 0):
             return policy
 

@@ -23,7 +23,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
 from gradveil.core.hashing import digest
 from gradveil.core.progress import Progress
-from gradveil.core.randomness import generator, seeded
+from gradveil.core.randomness import Stream, generator, seeded
 from gradveil.core.settings import settings
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
@@ -124,7 +124,7 @@ class Scorer:
         return _prepared(self.images.x, policy, generator(self.search.seed, "ats-draw", draw))
 
 
-def _prepared(images: Tensor, policy: Policy, rng: torch.Generator) -> Tensor:
+def _prepared(images: Tensor, policy: Policy, rng: Stream) -> Tensor:
     """Images as the training pipeline passes them on: cropped, flipped, transformed. Every policy has the same draws."""
     default = ATS()
     drawn = Draw.make(len(images), ((0,) * LONGEST,), default.crop, default.flip, rng)

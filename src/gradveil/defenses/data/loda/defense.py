@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradveil.core.errors import unknown
 from gradveil.core.progress import Progress
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import Stream, generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch
 from gradveil.defenses import Defense, Setup, Step, defense
@@ -34,10 +34,10 @@ class Memory:
     def features(self, x: Tensor) -> list[Tensor]:
         return self.extractor(x, self.layers)
 
-    def starts(self, shape: Sequence[int], rng: torch.Generator) -> Tensor:
+    def starts(self, shape: Sequence[int], rng: Stream) -> Tensor:
         if self.public is None:
-            return torch.rand(*shape, generator=rng)
-        return self.public[torch.randint(len(self.public), (shape[0],), generator=rng)]
+            return rng.uniform(shape)
+        return self.public[rng.integers(0, len(self.public), (shape[0],))]
 
 
 @defense("loda", counters=["loda-stationarity"], random=True)
