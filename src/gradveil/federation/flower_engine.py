@@ -77,12 +77,12 @@ def simulate(
     small.progress = None  # it belongs to the terminal of this process
     stopped, app = threading.Event(), ServerApp()
 
-    @app.main()
     def main(grid: Grid, context: Context) -> None:
         transport = _Transport(grid, plan, Path(started), stopped)
         history.seconds_prepare = time.perf_counter() - began
         run(federation, server, transport, history, after_round)
 
+    app.main()(main)
     with _quiet(), tempfile.TemporaryDirectory() as started:
         # Started here and not by Flower, so that the clients are in the object store before the first message.
         # One actor per core, but at least two: a slow client must not block all others.
@@ -183,11 +183,9 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
 
     app = ClientApp()
 
-    @app.query()
     def identify(message: Message, context: Context) -> Message:
         return Message(_content(_Facts(client=_participant(reference, context).number)), reply_to=message)
 
-    @app.train()
     def train(message: Message, context: Context) -> Message:
         participant = _participant(reference, context)
         (started / message.metadata.message_id).touch()
@@ -205,6 +203,8 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
             facts = _Facts(failed=raised(error))
         return Message(_content(facts, **tensors), reply_to=message)
 
+    app.query()(identify)
+    app.train()(train)
     return app
 
 
