@@ -6,6 +6,7 @@ are here keep their names and meaning.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final, Literal
 
@@ -169,7 +170,7 @@ class Summary(Record):
     def read(cls, folder: Path) -> Summary:
         """The summary of a stored run, or one clear line."""
         file = folder / "summary.json"
-        if not file.is_file():
+        if not os.path.isfile(file):  # also where the path is too long to be one
             raise UserError(f"{folder} has no summary.json, so it is not a finished run; `gradveil audit --out DIR` makes one.")
         version = read_record(file, _Version, "run the audit again").schema_version
         if version != SCHEMA:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -20,6 +21,7 @@ from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
 from gradveil.report import Report
 from gradveil.storage.files import LOCK
+from gradveil.storage.run_folder import MARKER
 from gradveil.summary import Summary
 
 
@@ -32,6 +34,10 @@ def audit(digits: str, folder: Path, workers: int = 0, **values):
 def cells(folder: Path, kind: str) -> list[dict]:
     found = (json.loads(p.read_text()) for p in sorted((folder / "cells").glob("*.json")))
     return [c for c in found if c["kind"] == kind]
+
+
+def tensors_of(folder: Path, cell: dict) -> dict[str, torch.Tensor]:
+    return load_file(folder / "tensors" / f"{cell['key']}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,7 @@ def test_the_folder_holds_what_it_should_and_is_closed_to_others(run):
 def test_a_cell_stores_its_scores_and_what_was_rebuilt(run, digits):
     _, folder = run
     cell = next(c for c in cells(folder, "attack") if c["defense"] == "none")
-    tensors = load_file(folder / cell["tensors"])
+    tensors = tensors_of(folder, cell)
     assert {n: tuple(t.shape) for n, t in tensors.items()} == dict.fromkeys(
         ("original", "fed", "reconstruction"), (3, 1, 1, 12, 12)
     )
@@ -158,7 +164,7 @@ def test_a_run_killed_as_it_began_is_taken_up(digits, tmp_path, killed_writer):
         (folder / name).unlink()
     for part in ("cells", "tensors"):
         shutil.rmtree(folder / part)
-    assert {p.name for p in folder.iterdir()} <= {LOCK, "environment.json"}
+    assert {p.name for p in folder.iterdir()} <= {LOCK, MARKER, "environment.json"}
     assert audit(digits, folder, attacks="linear").defenses
 
 
@@ -174,6 +180,62 @@ def test_a_resumed_run_removes_what_killed_writers_left_and_keeps_what_the_user_
     audit(digits, folder, attacks="linear")
     assert not any(file.exists() for file in left)
     assert all(file.read_text() == "mine" for file in mine)
+
+
+@pytest.mark.parametrize(("part", "workers"), [("cells", 0), ("tensors", 1)])
+def test_swapped_and_cut_files_are_computed_again_and_the_log_says_so(digits, tmp_path, capsys, comparable, part, workers):
+    folder = tmp_path / "run"
+    words = ["audit", "--data", digits, "--defense", "gaussian:std=3.0", "--attack", "ig:steps=20", "--victims", "2"]
+    words += ["--workers", str(workers), "--out", str(folder)]
+    assert cli.main(words) == 0
+    before = comparable(folder)
+    capsys.readouterr()
+    ending = {"cells": ".json", "tensors": ".safetensors"}[part]
+    attacks = [folder / part / f"{cell['key']}{ending}" for cell in cells(folder, "attack")]
+    observed = folder / part / f"{cells(folder, 'observe')[0]['key']}{ending}"
+    first, second = (file.read_bytes() for file in attacks)
+    attacks[0].write_bytes(second)
+    attacks[1].write_bytes(first)
+    observed.write_bytes(observed.read_bytes()[:-2])
+    assert cli.main(words) == 0
+    said = capsys.readouterr().err.splitlines()
+    again = [line for line in said if line.startswith("computed again: ")]
+    assert len(again) == 3 and all(any(str(file) in line for line in again) for file in (*attacks, observed))
+    assert comparable(folder) == before
+    assert part == "cells" or [file.read_bytes() for file in attacks] == [first, second]
+    assert cli.main(words) == 0
+    assert "computed again" not in capsys.readouterr().err
+
+
+def test_every_file_that_a_command_writes_is_open_to_its_owner_alone(digits, tmp_path, capsys):
+    before = os.umask(0)
+    try:
+        for name, seed in (("a", "0"), ("b", "1")):
+            words = [
+                "audit",
+                "--data",
+                digits,
+                "--defense",
+                "prune",
+                "--attack",
+                "ig:steps=2",
+                "--victims",
+                "1",
+                "--seed",
+                seed,
+            ]
+            out = tmp_path / "made" / name
+            assert cli.main([*words, "--workers", "0", "--junit", f"{out}.xml", "--out", str(out)]) == 0
+            for mode in ("shown", "none"):
+                assert cli.main(["report", str(out), "--pictures", mode]) == 0
+        a, b = (str(tmp_path / "made" / name) for name in "ab")
+        assert cli.main(["compare", a, b, "--out", str(tmp_path / "made" / "compare.html")]) == 0
+        Report.load(a).save(tmp_path / "made" / "copy")
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "made", *(tmp_path / "made").rglob("*")]
+    assert {"a.xml", "compare.html", "report.html", "summary.json", "cells", MARKER, LOCK} <= {p.name for p in paths}
+    assert [p for p in paths if stat.S_IMODE(p.stat().st_mode) != (0o700 if p.is_dir() else 0o600)] == []
 
 
 def test_a_second_process_is_kept_out(run, digits):
@@ -222,7 +284,7 @@ def test_a_malicious_server_has_its_own_model_and_stands_in_the_scope(digits, tm
     none = audit(digits, tmp_path / "run", **values).defenses[0]
     assert "a malicious server in audit_methods:Crooked" in none.scope
     honest, crooked = sorted(cells(tmp_path / "run", "observe"), key=lambda c: c["attack"] or "")
-    one, other = (load_file(tmp_path / "run" / c["tensors"]) for c in (honest, crooked))
+    one, other = (tensors_of(tmp_path / "run", c) for c in (honest, crooked))
     assert one.keys() == other.keys() and not torch.equal(one["0/0/update/fc.bias"], other["0/0/update/fc.bias"])
 
 
@@ -232,7 +294,7 @@ def test_images_that_a_defense_changed_are_scored_beside_the_originals(digits, t
     assert [r.against for r in rows] == ["original", "fed"]
     assert rows[1].psnr.mean > rows[0].psnr.mean
     cell = next(c for c in cells(tmp_path / "run", "attack") if c["defense"] == "audit_methods:Darkened")
-    tensors = load_file(tmp_path / "run" / cell["tensors"])
+    tensors = tensors_of(tmp_path / "run", cell)
     assert torch.equal(tensors["fed"], tensors["original"] * 0.5)
 
 
@@ -244,7 +306,7 @@ def test_batches_local_steps_repeated_updates_and_granted_secrets(digits, tmp_pa
     assert (row.scored, row.updates, row.knowledge) == (4, 2, "upper-bound")
     assert [(v.victim, v.image) for v in none.worst.by_victim] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert row.label_accuracy == 1.0 and "labels" in summary.granted
-    observed = load_file(tmp_path / "run" / cells(tmp_path / "run", "observe")[0]["tensors"])
+    observed = tensors_of(tmp_path / "run", cells(tmp_path / "run", "observe")[0])
     assert torch.equal(observed["0/0/update/fc.bias"], observed["0/1/update/fc.bias"])  # nothing random here
 
 
@@ -256,7 +318,7 @@ def test_a_trained_state_and_the_cost_in_accuracy(digits, tmp_path):
     assert 0 <= clip.utility.acc_test <= 1
     expected = 100 * (1 - clip.utility.acc_test / none.utility.acc_test)
     assert clip.utility.pdm == pytest.approx(expected)
-    states = [load_file(tmp_path / "run" / c["tensors"]) for c in cells(tmp_path / "run", "train")]
+    states = [tensors_of(tmp_path / "run", c) for c in cells(tmp_path / "run", "train")]
     assert not torch.equal(states[0]["fc.weight"], states[1]["fc.weight"])  # each is trained under itself
     curves = [c["history"]["acc_test"] for c in cells(tmp_path / "run", "utility")]
     assert [len(c) for c in curves] == [2, 2]

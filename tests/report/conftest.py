@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.stats import beta
 
+from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import Summary
 
 Images = NDArray[np.float32]
@@ -99,13 +101,12 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             cell = {
                 "key": key, "kind": "attack", "defense": defense, "attack": attack, "status": "ok", "rows": rows[-1:],
                 "victims": victims, "history": {"objective": objective, "step": steps}, "seconds": 4.2,
-                "iterations": 300, "tensors": None,
+                "iterations": 300, "tensors_sha256": None,
             }  # fmt: skip
             if plan.tensors:
-                cell["tensors"] = f"tensors/{key}.safetensors"
                 tensors = {"original": original, "fed": fed, "reconstruction": rebuilt}
                 save_file(tensors, folder / "tensors" / f"{key}.safetensors")
-            _write(folder / "cells" / f"{key}.json", cell)
+            store_cell(folder, cell)
         worst = {
             "psnr": stats(psnrs), "ssim": stats(ssims), "mse": stats(10 ** (-psnrs / 10)), "lpips": None,
             "asr": float((ssims >= 0.6).mean()), "scored": number, "failed": 0, "attacks": len(plan.strength),
@@ -124,9 +125,9 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             entry["utility"] = {"acc_test": accuracy, "acc_train": accuracy + 0.01, "acc_sensitive": None, "pdm": pdm,
                                 "seconds_per_round": 2 + 0.4 * d, "overhead": 1 + 0.2 * d}  # fmt: skip
             curve = [accuracy * (1 - np.exp(-r / 4)) for r in range(1, 21)]
-            cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "attack": "", "tensors": None,
+            cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "attack": "", "tensors_sha256": None,
                     "history": {"acc_test": curve}}  # fmt: skip
-            _write(folder / "cells" / f"utility-{d:02d}.json", cell)
+            store_cell(folder, cell)
         defenses.append(entry)
     summary = {
         "schema": 2, "gradveil": "0.2.0", "suite": "standard-v2", "scope": SCOPE, "warnings": [],
@@ -160,6 +161,14 @@ def _blobs(rng: np.random.Generator, number: int, shape: tuple[int, int, int]) -
     return np.exp(-far / (0.05 * height * width)).astype(np.float32)
 
 
+def store_cell(folder: Path, cell: dict[str, Any]) -> None:
+    """Write the file of a cell, with the hashes of its tensors and of itself."""
+    tensors = folder / "tensors" / f"{cell['key']}.safetensors"
+    digest = hashlib.sha256(tensors.read_bytes()).hexdigest() if tensors.is_file() else None
+    stored = StoredCell.model_validate_json(json.dumps({**cell, "tensors_sha256": digest})).sealed()
+    (folder / "cells" / f"{stored.key}.json").write_text(stored.model_dump_json(), encoding="utf-8")
+
+
 def _write(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value), encoding="utf-8")
 
@@ -173,6 +182,11 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         return make_run(tmp_path / f"run-{number}", Plan(**fields))
 
     return make
+
+
+@pytest.fixture(name="store_cell")
+def _store_cell() -> Callable[[Path, dict[str, Any]], None]:
+    return store_cell
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_long_histories_are_thinned_but_keep_both_ends() -> None:
 
 def test_accuracy_lines_follow_the_summary_and_ignore_other_audits() -> None:
     cells = [
-        StoredCell(key=name, kind="utility", defense=name, attack="", tensors=None, history={"acc_test": values})
+        StoredCell(key=name, kind="utility", defense=name, attack="", tensors_sha256=None, history={"acc_test": values})
         for name, values in (("a", (0.2, None, 0.6)), ("none", (0.2, 0.8, 1.0)), ("old", (0.9,)))
     ]
     lines = chart.accuracy_curves(cells, ["none", "a"])

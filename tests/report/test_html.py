@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import stat
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -26,6 +27,7 @@ from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import CaseFacts, Summary
 
 Run = Callable[..., Path]
+Store = Callable[[Path, dict[str, Any]], None]
 HOSTILE = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{7*7}}"
 
 
@@ -147,12 +149,13 @@ def test_only_its_owner_can_read_the_page(run: Run) -> None:
     assert stat.S_IMODE(write_report(run()).stat().st_mode) == 0o600
 
 
-def test_cells_of_other_audits_in_the_folder_are_ignored(run: Run) -> None:
+def test_cells_of_other_audits_in_the_folder_are_ignored(run: Run, store_cell: Store) -> None:
     folder = run()
-    (folder / "cells" / "old.json").write_text(
-        json.dumps({"key": "old", "kind": "attack", "defense": "none", "attack": "forgotten", "tensors": None,
-                    "victims": [{"victim": 9, "image": 0, "psnr": 99.0, "ssim": 1.0, "mse": 0.0, "lpips": None,
-                                 "identified": True, "rank": 1, "failed": False}]})
+    store_cell(
+        folder,
+        {"key": "old", "kind": "attack", "defense": "none", "attack": "forgotten",
+         "victims": [{"victim": 9, "image": 0, "psnr": 99.0, "ssim": 1.0, "mse": 0.0, "lpips": None,
+                      "identified": True, "rank": 1, "failed": False}]},
     )  # fmt: skip
     text = page_of(folder).text
     assert "forgotten" not in text and "victim 9" not in text
@@ -213,15 +216,22 @@ def test_a_lone_surrogate_in_a_name_does_not_cost_the_page(run: Run) -> None:
     assert "on a?" in page_of(folder).text and Summary.read(folder).case.class_names == ("b?",)
 
 
-def test_a_cell_cannot_point_out_of_its_folder(run: Run) -> None:
+def test_links_out_of_the_folder_are_not_followed(run: Run) -> None:
     folder, other = run(victims=2), run(victims=2)
-    for file in (folder / "cells").glob("cell-*.json"):
-        cell = json.loads(file.read_text())
-        cell["tensors"] = f"../{other.name}/tensors/{file.stem}.safetensors"
-        file.write_text(json.dumps(cell))
     for file in (folder / "tensors").iterdir():
         file.unlink()
+        file.symlink_to(other / "tensors" / file.name)
+    text = page_of(folder).text
+    assert "This run stored no pictures." in text and "is a link, which is not followed" in text
+    shutil.rmtree(folder / "tensors")
+    (folder / "tensors").symlink_to(other / "tensors")
     assert "This run stored no pictures." in page_of(folder).text
+    for name in ("cells/cell-00-00.json", "environment.json", "audit.yaml", "summary.json"):
+        folder = run(victims=2)
+        (folder / name).unlink()
+        (folder / name).symlink_to(other / name)
+        with pytest.raises(UserError, match="is a link, which is not followed"):
+            write_report(folder)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
@@ -240,7 +250,7 @@ def test_strips_hold_the_very_pixels_of_the_tensors(run: Run) -> None:
 
 
 def test_originals_are_embedded_once_and_fed_only_where_it_differs(run: Run) -> None:
-    page = page_of(run(leak={"none": 0.9, "prune": 0.5, "loda": 0.5}))
+    page = page_of(run(leak={"none": 0.9, "prune": 0.5, "loda": 0.5}), "shown")
     attacks, defenses = 3, 3
     assert page.source.count("background-image:url(data") == attacks * defenses + 1 + 1  # originals, and loda's fed
     fed = [a for a in page.of("span", role="img") if a["aria-label"].startswith("Image as fed")]
@@ -250,11 +260,11 @@ def test_originals_are_embedded_once_and_fed_only_where_it_differs(run: Run) -> 
 def test_blurred_shown_and_none(run: Run) -> None:
     folder = run()
     blurred, shown, none = (page_of(folder, mode) for mode in ("blurred", "shown", "none"))
-    assert blurred.of("body", **{"class": "blurred"}) and "Show pictures" in blurred.text
-    assert shown.of("body", **{"class": "shown"}) and "Show pictures" not in shown.text
+    assert "blurred to one colour" in blurred.text and "blurred" not in shown.text
     assert "data:image" not in none.source and not none.of("span", role="img")
     assert "Pictures were left out on request." in none.text and "Worst case: victim" in none.text
-    assert "Private images are inside this file" in blurred.text and "inside this file" not in none.text
+    assert "Private images are inside this file" in shown.text
+    assert "inside this file" not in blurred.text + none.text and "its mean colour in few levels" in blurred.text
 
 
 def test_every_picture_has_words(run: Run) -> None:
@@ -263,13 +273,15 @@ def test_every_picture_has_words(run: Run) -> None:
     assert any("class " in a["aria-label"] for a in spans)
 
 
-def test_large_runs_are_cut_to_the_budget_and_keep_the_worst(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_runs_are_cut_to_the_budget_and_keep_the_worst(
+    run: Run, store_cell: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = run(victims=12)
     worst = json.loads((folder / "cells" / "cell-01-00.json").read_text())
     worst["victims"][11].update(identified=True, ssim=0.99, psnr=40.0)
-    (folder / "cells" / "cell-01-00.json").write_text(json.dumps(worst))
+    store_cell(folder, worst)
     monkeypatch.setattr(pictures, "BUDGET", 12_000)
-    page = page_of(folder)
+    page = page_of(folder, "shown")
     uris = re.findall(r"url\((data:[^)]*)\)", page.source)
     assert 0 < sum(map(len, uris)) <= 12_000
     shown = int(re.search(r"Shown are (\d+) of 12 private images", page.text)[1])  # type: ignore[index]
@@ -279,7 +291,7 @@ def test_large_runs_are_cut_to_the_budget_and_keep_the_worst(run: Run, monkeypat
 
 
 def test_large_images_are_scaled_down_and_the_page_says_so(run: Run) -> None:
-    page = page_of(run(shape=(1, 160, 200), victims=2))
+    page = page_of(run(shape=(1, 160, 200), victims=2), "shown")
     assert "scaled down from 200 × 160 pixels" in page.text
     assert tiles(page, 0).shape == (102, 256)
 
@@ -301,21 +313,34 @@ def test_fourteen_defenses_under_twelve_attacks_stay_below_15_mb(run: Run) -> No
 
 @pytest.mark.parametrize("channels", [2, 4])
 def test_images_without_colours_of_their_own(run: Run, channels: int) -> None:
-    assert tiles(page_of(run(shape=(channels, 6, 6), victims=2)), 0).shape == (6, 12)
+    assert tiles(page_of(run(shape=(channels, 6, 6), victims=2), "shown"), 0).shape == (6, 12)
 
 
 def test_a_broken_tensor_file_is_told_not_hidden(run: Run) -> None:
     folder = run()
     (folder / "tensors" / "cell-00-00.safetensors").write_bytes(b"nonsense")
     page = page_of(folder)
-    assert "cell-00-00.safetensors cannot be read" in page.text and page.of("span", role="img")
+    assert "cell-00-00.safetensors is damaged" in page.text and page.of("span", role="img")
 
 
-def test_values_that_are_not_finite_can_be_drawn(run: Run) -> None:
+def test_pictures_of_another_cell_are_told_not_shown(run: Run) -> None:
+    folder = run()
+    one, other = (folder / "tensors" / f"cell-00-0{i}.safetensors" for i in (0, 1))
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+    page = page_of(folder, "shown")
+    assert page.text.count("does not hold what was written") == 2
+    drawn = [a["aria-label"] for a in page.of("span", role="img")]
+    assert sum(label.startswith("victim") and label.endswith("rebuilt by dlg") for label in drawn) == 8, "of 2 defenses"
+
+
+def test_values_that_are_not_finite_can_be_drawn(run: Run, store_cell: Store) -> None:
     folder = run(images=np.full((4, 1, 12, 12), 0.5, np.float32))
     for file in (folder / "tensors").iterdir():
         save_file({name: np.full_like(images, np.nan) for name, images in load_file(file).items()}, file)
-    drawn = tiles(page_of(folder), 0)
+        store_cell(folder, json.loads((folder / "cells" / f"{file.stem}.json").read_text()))
+    drawn = tiles(page_of(folder, "shown"), 0)
     assert drawn.shape == (12, 48) and set(drawn.flatten()) == {128}
 
 

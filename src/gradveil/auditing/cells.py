@@ -33,7 +33,7 @@ from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, score_all, summarize
 from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
-from gradveil.storage.run_folder import Outcome, RunFolder, StoredCell
+from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
 
 
 @dataclass
@@ -82,7 +82,7 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
         # A method that draws from torch's global stream must not depend on what ran before it in this process.
         with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
             outcome, tensors = _COMPUTE[cell.kind](Work(cell, case, folder, progress, limits))
-    except DiskFull:  # nothing can be stored
+    except (DiskFull, Damaged):  # nothing can be stored, or a needed cell was damaged since the audit began
         raise
     except UserError as error:  # the method does not fit this case
         return folder.write(cell, Outcome(status="not applicable", error=str(error)))

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradveil.auditing.spec import CONTROL
+from gradveil.core.text import plain
 from gradveil.storage.run_folder import CellName, StoredCell
 
 
@@ -21,6 +22,9 @@ class Display:
     def end_early(self, cell: CellName) -> None:
         """Its process died; it will begin again."""
 
+    def note(self, text: str) -> None:
+        """Something else that a person should know."""
+
     def stop(self) -> None: ...
 
 
@@ -33,14 +37,14 @@ class LogLines(Display):
     def start(self, total: int, stored: int) -> None:
         self._done, self._total = stored, total
         if stored:
-            self._print(f"{stored} of {total} cells are done already")
+            self.note(f"{stored} of {total} cells are done already")
 
     def end(self, cell: CellName, stored: StoredCell) -> None:
         self._done += 1
-        self._print(f"[{self._done}/{self._total}] {outcome(cell, stored)}")
+        self.note(f"[{self._done}/{self._total}] {outcome(cell, stored)}")
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def note(self, text: str) -> None:
+        self._console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class Bars(Display):
@@ -79,6 +83,9 @@ class Bars(Display):
     def end_early(self, cell: CellName) -> None:
         self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(plain(text), markup=False, highlight=False)
 
     def stop(self) -> None:
         self._bars.stop()

@@ -41,8 +41,9 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
     plan = make_plan(case)
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
-        missing = [cell for cell in plan if folder.read(cell.key) is None]
-        complete(plan.cells, missing, case, folder, execution, display or Display())
+        display = display or Display()
+        missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
+        complete(plan.cells, missing, case, folder, execution, display)
         summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
         folder.finish(summary, time.perf_counter() - begun)
     return FinishedRun(folder.path, summary)

@@ -52,7 +52,7 @@ class RecipeAudit:
         """Do what is not stored yet. Returns the seconds that all of these cells took, now or earlier."""
         keys = {key for cell in cells for key in self._with_needs(self.key_of(cell))}
         ordered = [cell for key, cell in self._plan.items() if key in keys]
-        missing = [cell for cell in ordered if not self._is_stored(cell)]
+        missing = [cell for cell in ordered if not self._is_stored(cell, display)]
         complete(ordered, missing, self.case, self.folder, execution, display)
         return sum(self.folder.outcome(cell.key).seconds or 0.0 for cell in ordered)
 
@@ -61,10 +61,10 @@ class RecipeAudit:
         for needed in self._plan[key].needs:
             yield from self._with_needs(needed)
 
-    def _is_stored(self, cell: Cell) -> bool:
+    def _is_stored(self, cell: Cell, display: Display) -> bool:
         """Whether the cell is done, with the images that pictures and normalised distances need."""
-        stored = self.folder.read(cell.key)
-        return stored is not None and (cell.kind != "attack" or stored.status != "ok" or bool(stored.tensors))
+        stored = self.folder.read(cell.key, display.note)
+        return stored is not None and (cell.kind != "attack" or stored.status != "ok" or bool(stored.tensors_sha256))
 
     def tensors(self, cell: TableCell) -> Tensors:
         return self.folder.tensors(self.key_of(cell))

@@ -22,7 +22,7 @@ class Piece(StoredCell):
     kind: str = "measure"
     defense: str = ""
     attack: str = ""
-    tensors: None = None
+    tensors_sha256: None = None
 
     def __str__(self) -> str:
         return self.key

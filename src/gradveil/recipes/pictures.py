@@ -1,11 +1,14 @@
 """Rows of images as one PNG: originals above, what an attack made of them below."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
+
+from gradveil.storage.files import write_atomic
 
 MOST = 10  # images a row
 SIZE = 64  # pixels an image is enlarged to, at least
@@ -25,4 +28,4 @@ def write(file: Path, rows: Sequence[Tensor]) -> None:
             large = image.clamp(0, 1).expand(3, -1, -1).repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
             sheet[:, r * tall : r * tall + height * zoom, c * wide : c * wide + width * zoom] = large
     pixels = (sheet * 255).round().byte().permute(1, 2, 0).contiguous()
-    Image.fromarray(pixels.numpy()).save(file, optimize=True)
+    write_atomic(file, partial(Image.fromarray(pixels.numpy()).save, format="PNG", optimize=True))

@@ -68,7 +68,6 @@ def run_recipe(
         cells = {cell for cell in scaled.wanted() if cell.measure == name}
         table |= {c: measured.values.get(c.value, f"the measure has no {c.value}") for c in cells}
     file = out / "results" / f"{recipe.name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
     if scaled.pictures:
         rows = [audits[p.cell.audit].tensors(p.cell)[p.shows] for p in scaled.pictures]
         pictures.write(file.with_suffix(".png"), rows)
@@ -97,7 +96,6 @@ def _measure(measurement: Measurement, out: Path, display: Callable[[], Display]
     file = out / "measures" / f"{short_hash([settings, __version__])}.json"
     if file.is_file():
         return read_record(file, StoredMeasurement, "delete it")
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished, began = file.with_suffix(".part.json"), time.perf_counter()
     bench = Bench(unfinished, out / "cache", display)
     before = bench.seconds

@@ -110,8 +110,7 @@ class Report:
             if self.folder is not None:
                 shutil.copytree(self.folder, part, dirs_exist_ok=True)
             write_text(part / "summary.json", self.summary.model_dump_json(indent=1) + "\n")
-            if not (part / "report.html").exists():
-                write_report(part, pictures)
+            write_report(part, pictures)
             if target.exists():
                 target.rmdir()
             os.replace(part, target)

@@ -142,7 +142,7 @@ class Comparison:
         file = Path(file)
         if file.is_dir():
             raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
-        write_text(file, page("compare.html.j2", comparison=self, names=METRICS), mode=0o644)
+        write_text(file, page("compare.html.j2", comparison=self, names=METRICS))
         return file
 
 

@@ -81,7 +81,7 @@ def write_report(run_dir: Path, pictures: str = "blurred") -> Path:
 def render(run: RunFolder, pictures: str = "blurred") -> str:
     """The page as text. It depends on the folder alone, so that the same run gives the same page."""
     summary = Summary.read(run.path)
-    shown = collect(run, summary) if pictures != "none" else Pictures()
+    shown = collect(run, summary, blurred=pictures != "shown") if pictures != "none" else Pictures()
     script = page("script.js.j2")
     rows = [(d, r) for d in summary.defenses for r in d.attacks]
     environment = run.environment

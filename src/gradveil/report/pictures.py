@@ -2,6 +2,9 @@
 
 A page must open at once even for fourteen defenses under twelve attacks, so all the strips together stay within a
 budget. When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
+
+A blurred picture is its mean colour, rounded to a few levels: two bits per channel are all that the page holds of it.
+Anything finer lets a reader who has candidates tell which of them it is; docs/tutorial.md has the measured rates.
 """
 
 import base64
@@ -22,6 +25,7 @@ BUDGET = 11_000_000  # bytes of all strips as base64; leaves room for the tables
 SIDES = (128, 96, 64)  # longest side of a tile in pixels: larger images are scaled down for the page alone
 MOST = 64  # tiles in a strip: browsers refuse very wide pictures
 ENOUGH = 8  # tiles that should be there before tiles are made smaller
+LEVELS = 4  # of each channel of a blurred picture
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def worst_of(run: RunFolder, defense: DefenseRow) -> tuple[StoredCell, ImageScor
     return max(pairs, key=lambda pair: pair[1].strength, default=None)
 
 
-def collect(run: RunFolder, summary: Summary) -> Pictures:
+def collect(run: RunFolder, summary: Summary, *, blurred: bool) -> Pictures:
     """Encode what is worth showing and fits."""
     cells = {d.spec: [cell for _, cell in attacked(run, d)] for d in summary.defenses}
     worst = [pair for d in summary.defenses if (pair := worst_of(run, d))]
@@ -68,9 +72,12 @@ def collect(run: RunFolder, summary: Summary) -> Pictures:
     ranked = list(dict.fromkeys([image.place for _, image in worst] + sorted(every)))
     if not ranked:
         return Pictures()
-    count, side = _fit(run, cells, ranked)
     notes: list[str] = []
-    pictures = _encode(run, cells, sorted(ranked[:count]), side, notes.append)
+    if blurred:
+        pictures = _encode(run, cells, sorted(ranked[:MOST]), None, notes.append)
+    else:
+        count, side = _fit(run, cells, ranked)
+        pictures = _encode(run, cells, sorted(ranked[:count]), side, notes.append)
     pictures.first, pictures.total, pictures.notes = set(ranked[:ENOUGH]), len(every), notes
     return pictures
 
@@ -88,14 +95,19 @@ def _fit(run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], ranked: list
 
 
 def _encode(
-    run: RunFolder, cells: Mapping[str, Sequence[StoredCell]], places: list[ImagePlace], side: int, note: Callable[[str], None]
+    run: RunFolder,
+    cells: Mapping[str, Sequence[StoredCell]],
+    places: list[ImagePlace],
+    side: int | None,
+    note: Callable[[str], None],
 ) -> Pictures:
+    """All strips with tiles of at most `side` pixels; of one pixel each, blurred, where it is None."""
     pictures = Pictures(places=places)
-    sprites: dict[str, int] = {}
+    sprites: dict[bytes, int] = {}  # by the content of a strip before it is blurred
 
     def strip(cell: StoredCell, name: str) -> Strip | None:
         try:
-            images = run.images(cell.key, name, places)
+            images = run.images(cell, name, places)
         except UserError as error:  # one broken file must not cost the page; the page says so
             note(str(error))
             return None
@@ -103,13 +115,15 @@ def _encode(
         if shape is None:
             return None
         height, width = shape[-2:]
-        scale = min(1.0, side / max(height, width))
+        scale = min(1.0, (side or SIDES[0]) / max(height, width))
         pictures.size = max(1, round(width * scale)), max(1, round(height * scale))
-        pictures.scaled_from = (width, height) if scale < 1 else None
-        uri = _png([_tile(image, pictures.size) for image in images])
-        sprite = sprites.setdefault(uri, len(sprites))
-        pictures.sprites = list(sprites)
-        return Strip(sprite, tuple(image is not None for image in images))
+        pictures.scaled_from = (width, height) if side and scale < 1 else None
+        tiles = [_tile(image, pictures.size) for image in images]
+        content = b"".join(tile.tobytes() for tile in tiles)
+        if content not in sprites:
+            sprites[content] = len(sprites)
+            pictures.sprites.append(_png(tiles if side else [_mean_colour(tile) for tile in tiles]))
+        return Strip(sprites[content], tuple(image is not None for image in images))
 
     for defense, group in cells.items():
         for cell in group:
@@ -135,6 +149,13 @@ def _tile(image: NDArray[np.floating] | None, size: tuple[int, int]) -> NDArray[
     if tile.size != size:
         tile = tile.resize(size, Image.Resampling.LANCZOS)
     return np.asarray(tile)
+
+
+def _mean_colour(tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A tile as one pixel with its mean colour in few levels."""
+    step = 255 / (LEVELS - 1)
+    levels = np.round(tile.mean((0, 1), keepdims=True) / step)
+    return np.asarray(np.round(levels * step), dtype=np.uint8)
 
 
 def _png(tiles: list[NDArray[np.uint8]]) -> str:

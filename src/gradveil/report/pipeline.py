@@ -26,7 +26,7 @@ def write_junit(summary: Summary, failures: Failures, file: str | Path) -> Path:
     root.extend(suites)
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
-    write_text(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n', mode=0o644)
+    write_text(file, f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n')
     return file
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from gradveil.core.errors import UserError
 
 LOCK = ".gradveil.lock"
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a temporary file and put it in `path`'s place, on disk for good."""
     with room_for(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path.name), suffix=".part")
         os.close(handle)
         temporary = Path(name)
@@ -37,6 +38,13 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, open to this user alone. Folders that exist stay as they are."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _prefix(name: str) -> str:
@@ -68,10 +76,12 @@ class DiskFull(UserError):
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Turn what a full disk raises into one clear line."""
+    """Turn what a full disk raises into one clear line, and a place where nothing can be written too."""
     try:
         yield
     except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_PLACE:
+            raise UserError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()}).") from None
         if not no_space(error):
             raise
         kept = "what is finished is kept, and the same command goes on from it"
@@ -99,14 +109,14 @@ def sync_folder(folder: Path) -> None:
 @contextmanager
 def alone_in(folder: Path, activity: str) -> Iterator[None]:
     """Keep other processes from writing to a folder meanwhile; refuse where one does already."""
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK, timeout=0, mode=0o600)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         lock.acquire()
     except Timeout:
         raise UserError(f"{folder}: another {activity} is writing there; wait for it, or choose another place.") from None
-    except OSError as error:
-        raise UserError(f"{folder}: cannot write there ({(error.strerror or str(error)).lower()}).") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot write there ({(getattr(error, 'strerror', None) or str(error)).lower()}).") from None
     try:
         remove_leftovers(folder)
         yield
@@ -114,17 +124,13 @@ def alone_in(folder: Path, activity: str) -> Iterator[None]:
         lock.release()
 
 
-def write_text(path: Path, text: str, mode: int = 0o600) -> None:
+def write_text(path: Path, text: str) -> None:
     # A lone surrogate in a class name is legal JSON but not UTF-8; a report is written nevertheless.
-    write_bytes(path, text.encode("utf-8", errors="replace"), mode)
+    write_bytes(path, text.encode("utf-8", errors="replace"))
 
 
-def write_bytes(path: Path, content: bytes, mode: int = 0o600) -> None:
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-        temporary.chmod(mode)
-
-    write_atomic(path, write)
+def write_bytes(path: Path, content: bytes) -> None:
+    write_atomic(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.types import Tensors
-from gradveil.storage.files import remove_leftovers, room_for, write_tensors
+from gradveil.storage.files import make_private, remove_leftovers, room_for, write_tensors
 from gradveil.storage.tensor_file import open_tensors, read_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
@@ -46,8 +46,8 @@ def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> 
         return train(None)
     partial = file.with_suffix(".partial.safetensors")
     with room_for(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
+        make_private(file.parent)
+        with FileLock(f"{file}.lock", mode=0o600):
             if file.exists():
                 tensors = read_tensors(file)
             else:

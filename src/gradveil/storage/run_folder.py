@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +19,23 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from gradveil import __version__
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shown
 from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Status, StorableText
+from gradveil.core.text import shorten
 from gradveil.core.types import Tensors
 from gradveil.storage.files import alone_in, contents, remove_leftovers, write_tensors, write_text
+from gradveil.storage.reading import MAX_JSON, check_json, read_bytes, read_text, read_yaml, unreadable
+from gradveil.storage.tensor_file import TensorFile, open_tensors
 
+MARKER = ".gradveil-run"  # a folder with this file is a run's
+MAX_CELLS = 20_000  # in a folder
+MAX_TENSOR_BYTES = 1 << 40  # of a cell's file in an audit
+MAX_PICTURE_BYTES = 1 << 30  # of a cell's file from which a page takes pictures
+MAX_PIXELS = 1 << 26  # of one picture, all channels
+_MARK = "This folder belongs to a run of gradveil. What else lies here stays untouched.\n"
+_PARTS = ("cells", "tensors", "cache")
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 M = TypeVar("M", bound=BaseModel)
 
@@ -68,7 +79,17 @@ class StoredCell(Outcome):
     kind: str
     defense: StorableText
     attack: StorableText
-    tensors: str | None  # its file, within the folder
+    tensors_sha256: str | None  # of the bytes of its tensors file
+    sha256: str = ""  # of all other fields
+
+    def sealed(self) -> StoredCell:
+        """With the hash of its content."""
+        text = self.model_dump_json(exclude={"sha256"})
+        return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+class Damaged(UserError):
+    """A stored cell does not hold what was written. It can be computed again."""
 
 
 class Environment(Record):
@@ -124,39 +145,61 @@ class RunFolder:
         self.check(run)
         with alone_in(self.path, "audit"):
             os.chmod(self.path, 0o700)  # it will hold private images
-            for part in ("cells", "tensors", "cache"):
-                remove_leftovers(self.path / part)
+            write_text(self.path / MARKER, _MARK)
+            self._remove_leftovers()
             before = self.environment
             taken = {"seconds": before.seconds} if before else {}
             self._write("environment.json", run.environment.model_copy(update=taken))
             text = yaml.safe_dump(dict(run.settings), sort_keys=False, allow_unicode=True)
             write_text(self.path / "audit.yaml", f"# gradveil {__version__}\n{text}")
-            yield self
+            try:
+                yield self
+            finally:
+                self._remove_leftovers()  # of workers that were stopped
+
+    def _remove_leftovers(self) -> None:
+        for part in _PARTS:
+            remove_leftovers(self.path / part)
 
     def check(self, run: RunIdentity) -> None:
         """Refuse a folder that is neither empty nor the folder of this run: other files are the user's."""
-        if not self.path.exists():
+        if not self._is_ours():
             return
-        if not self.path.is_dir():
-            raise UserError(f"{self.path} is a file; --out names a folder.")
-        environment = self.environment  # written before audit.yaml
-        if environment is None or not (self.path / "audit.yaml").is_file():
-            # A run that was killed as it began leaves at most this file.
-            if contents(self.path) - ({"environment.json"} if environment else set()):
-                raise UserError(f"{self.path} is not empty and holds no audit; choose another --out.")
+        environment = self.environment
+        if environment is None or not os.path.lexists(self.path / "audit.yaml"):  # killed as it began
             return
-        try:
-            before = yaml.safe_load((self.path / "audit.yaml").read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, OSError):
-            raise UserError(f"{self.path}/audit.yaml cannot be read; choose another --out.") from None
-        before = before if isinstance(before, dict) else {}
+        before = read_yaml(self._file("audit.yaml"))
+        terms = before if isinstance(before, dict) else {}
         for name, value in run.terms.items():
-            if before.get(name) != value:
-                difference = f"{name} {before.get(name)}, now {value}"
+            if terms.get(name) != value:
+                difference = f"{name} {shorten(str(terms.get(name)), 80)}, now {shorten(str(value), 80)}"
                 raise UserError(f"{self.path} holds another audit ({difference}); choose another --out.")
         if environment.case != run.environment.case:
             changed = "the data, the model or gradveil has changed since"
             raise UserError(f"{self.path} holds an audit of the same name, but {changed}; choose another --out.")
+
+    def _is_ours(self) -> bool:
+        """Whether the folder holds a run. False where there is none, or an empty folder of the user that can become one."""
+        try:
+            if not os.path.lexists(self.path):
+                return False
+            status = os.stat(self.path)
+            if not stat.S_ISDIR(status.st_mode):
+                raise UserError(f"{self.path} is a file; --out names a folder.")
+            names = contents(self.path)
+        except (OSError, ValueError) as error:  # a link to nothing, a name that is too long, a NUL
+            raise UserError(f"{str(unreadable(self.path, error)).removesuffix('.')}; choose another --out.") from None
+        if MARKER in names:
+            for part in _PARTS:
+                if os.path.lexists(self.path / part) and not stat.S_ISDIR(os.lstat(self.path / part).st_mode):
+                    raise UserError(f"{self.path / part} is not a folder of this run, or a link; choose another --out.")
+            if read_bytes(self._file(MARKER)) == _MARK.encode():
+                return True
+        if names:
+            raise UserError(f"{self.path} is not empty and holds no audit; choose another --out.")
+        if status.st_mode & stat.S_ISVTX or (hasattr(os, "geteuid") and status.st_uid != os.geteuid()):
+            raise UserError(f"{self.path} is shared with other users; choose another --out.")
+        return False
 
     def finish(self, summary: BaseModel, seconds: float) -> None:
         """Store what all cells together say."""
@@ -170,14 +213,21 @@ class RunFolder:
 
     @property
     def environment(self) -> Environment | None:
-        file = self.path / "environment.json"
-        return read_record(file, Environment, "delete it, or choose another --out") if file.is_file() else None
+        if not os.path.lexists(self.path / "environment.json"):
+            return None
+        return read_record(self._file("environment.json"), Environment, "delete it, or choose another --out")
 
     @property
     def settings(self) -> str:
         """`audit.yaml` as it was written."""
-        file = self.path / "audit.yaml"
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        return read_text(self._file("audit.yaml")) if os.path.lexists(self.path / "audit.yaml") else ""
+
+    def _file(self, *names: str) -> Path:
+        """A file of this folder. Links are refused: they could lead out of it."""
+        for i in range(len(names)):
+            if (part := self.path.joinpath(*names[: i + 1])).is_symlink():
+                raise UserError(f"{part} is a link, which is not followed; remove it.")
+        return self.path.joinpath(*names)
 
     @property
     def cache(self) -> Path:
@@ -189,79 +239,109 @@ class RunFolder:
 
     def write(self, cell: CellName, outcome: Outcome, tensors: Tensors | None = None) -> StoredCell:
         """Tensors first: the file of a cell says that it is complete."""
+        file = self._tensor_file(cell.key)
         if tensors:
-            write_tensors(self._tensor_file(cell.key), tensors)
+            write_tensors(file, tensors)
         stored = StoredCell(
             **dict(outcome),
             key=cell.key,
             kind=cell.kind,
             defense=cell.defense,
             attack=cell.attack,
-            tensors=f"tensors/{cell.key}.safetensors" if tensors else None,
-        )
+            tensors_sha256=_sha256(file) if tensors else None,
+        ).sealed()
         self._write(f"cells/{cell.key}.json", stored)
         return stored
 
     def outcome(self, key: str) -> StoredCell:
         """A cell that was done in this run, failures included."""
-        file = self.path / "cells" / f"{key}.json"
+        file = self._file("cells", f"{key}.json")
         cell = read_record(file, StoredCell, "delete it and resume the audit")
         if cell.key != key:
-            raise UserError(f"{file} holds the cell {cell.key}; delete it and resume the audit.")
+            raise Damaged(f"{file} holds the cell {shown(cell.key)}; delete it and resume the audit.")
+        if cell.sha256 != cell.sealed().sha256:
+            raise Damaged(f"{file} does not hold what was written; delete it and resume the audit.")
         return cell
 
-    def read(self, key: str) -> StoredCell | None:
-        """A stored cell, or None if it is still to be done: not there, damaged, or ended by an error."""
+    def read(self, key: str, say: Callable[[str], object] = lambda _: None) -> StoredCell | None:
+        """A stored cell, or None if it is to be done: not there, or ended by an error, or damaged, which `say` is told."""
+        if not os.path.lexists(self.path / "cells" / f"{key}.json"):
+            return None
         try:
             cell = self.outcome(key)
-            if cell.traceback is not None:
-                return None
-            if cell.tensors:
-                with safe_open(self._tensor_file(key), framework="numpy"):
-                    pass  # a file that was cut short does not open
-            return cell
-        except (UserError, OSError, SafetensorError):
+            if cell.traceback is None and cell.tensors_sha256:
+                with self._open_tensors(cell, MAX_TENSOR_BYTES):
+                    pass
+        except UserError as error:
+            say(f"computed again: {str(error).rpartition('; ')[0]}")  # without what a reader of reports would have to do
             return None
+        return cell if cell.traceback is None else None
 
     @cached_property
     def cells(self) -> dict[str, StoredCell]:
         """All cells by key. Read once, for a run that is finished."""
-        return {p.stem: self.outcome(p.stem) for p in sorted((self.path / "cells").glob("*.json"))}
+        try:
+            names = sorted(os.listdir(self._file("cells"))) if os.path.lexists(self.path / "cells") else []
+        except OSError as error:
+            raise unreadable(self.path / "cells", error) from None
+        keys = [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+        if len(keys) > MAX_CELLS:
+            raise UserError(f"{self.path / 'cells'}: {len(keys):,} cells; at most {MAX_CELLS:,} are read.")
+        return {key: self.outcome(key) for key in keys}
 
     def tensors(self, key: str) -> Tensors:
-        return load_file(self._tensor_file(key))
+        """The tensors of a cell, as they were written."""
+        with self._open_tensors(self.outcome(key), MAX_TENSOR_BYTES) as file:
+            return file.tensors()
 
-    def images(self, key: str, name: str, places: Sequence[ImagePlace]) -> list[NDArray[np.floating] | None]:
-        """Some images (C × H × W) of a cell, without reading the rest; None for those that are not stored."""
-        file = self._tensor_file(key)
-        if not file.is_file():
+    def images(self, cell: StoredCell, name: str, places: Sequence[ImagePlace]) -> list[NDArray[np.floating] | None]:
+        """Images (C × H × W) of a cell, without reading the rest; None for those that are not stored."""
+        if cell.tensors_sha256 is None:
             return [None] * len(places)
+        with self._open_tensors(cell, MAX_PICTURE_BYTES) as file:
+            if name not in file.places:
+                return [None] * len(places)
+            place = file.places[name]
+            if len(place.shape) != 5 or not place.dtype.is_floating_point or not 0 < math.prod(place.shape[2:]) <= MAX_PIXELS:
+                wanted = "victims × images × C × H × W"
+                raise UserError(f"{file.path}: '{name}' is {place.dtype} of {place.shape}, not {wanted}. Run the audit again.")
+            victims, images = place.shape[:2]
+            return [file.read(name, v, i).float().numpy() if 0 <= v < victims and 0 <= i < images else None for v, i in places]
+
+    @contextmanager
+    def _open_tensors(self, cell: StoredCell, limit: int) -> Iterator[TensorFile]:
+        """The tensors file of a cell, if it holds what was written."""
+        file = self._tensor_file(cell.key)
         try:
-            with safe_open(file, framework="numpy") as tensors:
-                if name not in tensors.keys():  # noqa: SIM118 - the file handle is no mapping
-                    return [None] * len(places)
-                part = tensors.get_slice(name)
-                shape = part.get_shape()
-                if len(shape) != 5:
-                    wanted = "victims × images × C × H × W"
-                    raise UserError(f"{file}: '{name}' is {shape}, not {wanted}. Run the audit again.")
-                return [
-                    np.asarray(part[v : v + 1, b : b + 1])[0, 0] if v < shape[0] and b < shape[1] else None for v, b in places
-                ]
-        except SafetensorError as error:
-            raise UserError(f"{file} cannot be read ({error}). Delete its cell and resume the audit.") from None
+            with open_tensors(self._file("tensors", file.name), limit) as tensors:
+                tensors.file.seek(0)
+                if hashlib.file_digest(tensors.file, "sha256").hexdigest() != cell.tensors_sha256:
+                    raise UserError(f"{file} does not hold what was written.")
+                yield tensors
+        except UserError as error:
+            raise Damaged(f"{str(error).removesuffix('.')}; delete its cell and resume the audit.") from None
 
     def _tensor_file(self, key: str) -> Path:
         return self.path / "tensors" / f"{key}.safetensors"
 
 
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def read_record(file: Path, model: type[M], remedy: str) -> M:
     """A JSON file as a record, or one clear line."""
+    if file.is_symlink():
+        raise UserError(f"{file} is a link, which is not followed; remove it.")
     try:
-        return model.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"].lower()]).removeprefix(": ")
+        content = read_bytes(file, MAX_JSON)
+        check_json(content, file)
+        return model.model_validate_json(content)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{file}: ").removesuffix(".")
         raise UserError(f"{file} is damaged, or gradveil did not write it ({reason}); {remedy}.") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({(error.strerror or str(error)).lower()}); {remedy}.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"].lower()]).removeprefix(": ")
+        raise UserError(f"{file} is damaged, or gradveil did not write it ({shorten(reason, 200)}); {remedy}.") from None
