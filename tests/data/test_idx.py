@@ -38,7 +38,7 @@ def test_a_folder_is_enough_and_a_test_part_may_be_missing(tmp_path: Path, made:
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(
     ("shape", "complaint"),
-    [((9, 4, 4), "fewer"), ((7, 4, 4), "more"), ((70000, 70000, 4), "4 GiB"), ((2**31, 2**31), "not an idx file")],
+    [((9, 4, 4), "fewer"), ((7, 4, 4), "more"), ((70000, 70000, 4), "2 GiB"), ((2**31, 2**31), "not an idx file")],
 )
 def test_a_header_that_lies(shape: tuple[int, ...], complaint: str, suffix: str, tmp_path: Path, write_idx: Callable) -> None:
     path = write_idx(tmp_path / f"images{suffix}", np.zeros((8, 4, 4), dtype=np.uint8), shape)

@@ -11,6 +11,8 @@ from PIL import Image
 
 from gradveil.core.errors import UserError
 from gradveil.data import load
+from gradveil.data.readers import image_folder
+from gradveil.storage.reading import open_regular
 
 
 @pytest.fixture
@@ -53,8 +55,7 @@ def test_celeba_test_part_and_missing_faces(celeba: Path) -> None:
 
 def test_only_what_a_limit_asks_for_is_decoded(celeba: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
-    real = Image.open
-    monkeypatch.setattr(Image, "open", lambda path: (opened.append(path), real(path))[1])
+    monkeypatch.setattr(image_folder, "open_regular", lambda path, limit: (opened.append(path), open_regular(path, limit))[1])
     assert len(load("celeba:limit=12").pool()) == 12
     assert len(set(opened)) == 12
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch
 from gradveil.data.catalogue import NAMED_SETS, NamedSet
 from gradveil.data.dataset import DataSet
-from gradveil.data.raw import MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat
+from gradveil.data.raw import MAX_CLASSES, MAX_NAME, MAX_SIDE, MIN_IMAGES, Images, Options, Raw, concat
 from gradveil.data.readers.image_folder import decode
 from gradveil.data.resize import resize_square
 from gradveil.data.source import Source, resolve
 from gradveil.data.split import exclude, image_keys, split, subsample
+from gradveil.data.validation import as_batch
 
 NONE = "none"
 
@@ -54,9 +54,9 @@ def load(source: object, *, seed: int = 0, num_classes: int | None = None, rows:
     public_from = options.public if options.public not in (None, NONE) else None
     if public_from:
         public = _public_images(public_from, private, test, options, seed=seed, name=name)
-    public_batch = _batch(public)
+    public_batch = as_batch(public)
     mean, std = _normalization(public_batch.x, named)
-    return DataSet(name, _batch(private), public_batch, _batch(test), count, class_names, mean, std, public_from)
+    return DataSet(name, as_batch(private), public_batch, as_batch(test), count, class_names, mean, std, public_from)
 
 
 def _with_size(options: Options, named: NamedSet | None) -> Options:
@@ -120,6 +120,8 @@ def _classes(raw: Raw, expected: int | None, named: NamedSet | None, name: str) 
             raise UserError(f"{name}: no image has label {missing[0]}, but labels reach {count - 1}; number them without gaps.")
     if labels.max() >= count:
         raise UserError(f"{name}: labels reach {labels.max()}, but there are {count} classes (numbered from 0).")
+    if count > MAX_CLASSES or any(len(text) > MAX_NAME for text in class_names):
+        raise UserError(f"{name}: at most {MAX_CLASSES:,} classes are read, with names of at most {MAX_NAME:,} characters.")
     if count < 2:
         raise UserError(f"{name}: all images are of one class; at least two are needed.")
     return count, (*class_names[:count], *(str(i) for i in range(len(class_names), count)))
@@ -137,12 +139,6 @@ def _public_images(text: str, private: Images, test: Images, options: Options, *
     if not len(images):
         raise UserError(f"{name}: every image of public={text} is in this set already.")
     return images
-
-
-def _batch(images: Images) -> Batch:
-    pixels = torch.from_numpy(np.array(images.pixels.transpose(0, 3, 1, 2), order="C"))  # a copy: nothing is shared
-    x = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels.float()
-    return Batch(x, torch.tensor(images.y))
 
 
 def _normalization(public: Tensor, named: NamedSet | None) -> tuple[Tensor, Tensor]:

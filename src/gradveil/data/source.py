@@ -48,7 +48,7 @@ def resolve(source: object) -> Source:
     if head == "torchvision":
         return Source(text, lambda _: read_torchvision(tail, Path(os.environ.get(FOLDER) or "data")), options)
     path = Path(base).expanduser()
-    if base and path.exists():
+    if base and os.path.lexists(path):
         return Source(text, lambda options: _read_path(path, options), options)
     if _IMPORT.fullmatch(base):
         return Source(text, lambda _: read_object(_product(load_object(base, kind="data"), base), base), options)
@@ -64,8 +64,6 @@ def _options(settings: str, text: str) -> Options:
 def _read_path(path: Path, options: Options) -> Raw:
     if path.is_dir():
         return read_folder(path, options, expected=_EXPECTED)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file or folder.")
     if path.suffix.lower() != ".npz":
         raise UserError(f"{path}: not an .npz file; give one, or a folder with {_EXPECTED}.")
     return read_npz(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 import yaml
@@ -24,6 +24,7 @@ MAX_JSON = 1 << 24  # bytes of a file that gradveil writes
 MAX_DEPTH = 64  # of lists and mappings inside each other
 MAX_ITEMS = 500_000  # of JSON in all
 MAX_NODES = 20_000  # of YAML in all, after aliases have been replaced by what they stand for
+_PIECE = 1 << 20  # bytes that are read at once
 MAX_DIGITS = 40  # of a number; a float has at most 17 that count
 
 _KINDS = {
@@ -75,6 +76,18 @@ def unreadable(path: Path | str, error: OSError | ValueError) -> UserError:
     """One line for a file that the system does not open or read."""
     reason = getattr(error, "strerror", None) or one_line(error)
     return UserError(f"{shown_path(path)}: {reason[:1].lower()}{reason[1:]}.")
+
+
+class Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_up_to(file: Stream, size: int) -> bytearray:
+    """At most `size` bytes. Memory is taken as they arrive, not as a header claims them."""
+    content = bytearray()
+    while piece := file.read(min(_PIECE, size - len(content))):
+        content += piece
+    return content
 
 
 def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:

@@ -9,8 +9,11 @@ import numpy as np
 
 from gradveil.core.errors import UserError
 from gradveil.data.raw import MAX_BYTES, Images, Options, Raw, concat
+from gradveil.storage.reading import read_bytes, read_text
 
 PIXELS = 3 * 32 * 32
+MAX_FILE = MAX_BYTES // 8  # of the publisher's files, the largest has 50,000 records
+MAX_FILES = 8
 
 
 def claims(folder: Path) -> bool:
@@ -24,6 +27,8 @@ def read(folder: Path, options: Options) -> Raw:
         label_bytes, tests, names = 2, "test.bin", "fine_label_names.txt"
     else:
         raise UserError(f"{_pickles(folder)[0]}: the python version of CIFAR is pickled; download the binary version.")
+    if len(batches) > MAX_FILES:
+        raise UserError(f"{folder}: {len(batches)} files of batches; at most {MAX_FILES} are read.")
     test = [_records(path, label_bytes) for path in _files(folder, tests)]
     train = concat([_records(path, label_bytes) for path in batches])
     return Raw(train, concat(test) if test else None, _names(folder, names))
@@ -39,16 +44,14 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def _records(path: Path, label_bytes: int) -> Images:
-    size, record = path.stat().st_size, label_bytes + PIXELS
-    if not size or size % record:
-        raise UserError(f"{path}: {size} bytes is not a whole number of {record}-byte records; is the file cut off?")
-    if size > MAX_BYTES:
-        raise UserError(f"{path}: more than 4 GiB.")
-    table = np.fromfile(path, dtype=np.uint8).reshape(-1, record)
+    content, record = np.frombuffer(read_bytes(path, MAX_FILE), dtype=np.uint8), label_bytes + PIXELS
+    if not content.size or content.size % record:
+        raise UserError(f"{path}: {content.size} bytes is not a whole number of {record}-byte records; is the file cut off?")
+    table = content.reshape(-1, record)
     pixels = table[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(pixels, table[:, label_bytes - 1].astype(np.int64))  # CIFAR-100: coarse label, then fine
 
 
 def _names(folder: Path, file: str) -> tuple[str, ...] | None:
     paths = _files(folder, file)
-    return tuple(paths[0].read_text(encoding="utf-8", errors="replace").split()) if paths else None
+    return tuple(read_text(paths[0]).split()) if paths else None

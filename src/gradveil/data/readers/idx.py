@@ -10,7 +10,9 @@ from typing import IO, cast
 import numpy as np
 
 from gradveil.core.errors import UserError, one_line, shape_text
-from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw, checked
+from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw
+from gradveil.data.validation import checked
+from gradveil.storage.reading import open_regular, read_up_to
 
 _BYTES = 8  # the idx type number of unsigned bytes
 
@@ -27,7 +29,8 @@ def read(folder: Path, options: Options) -> Raw:
 def read_idx(path: Path) -> Array:
     """One idx file of bytes; its header must agree with its length."""
     try:
-        with cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_regular(path, MAX_BYTES) as stored:
+            file: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=stored)) if path.suffix == ".gz" else stored
             start = file.read(4)
             if len(start) < 4 or start[:2] != b"\0\0" or start[2] != _BYTES or start[3] not in (1, 3):
                 raise UserError(f"{path}: not an idx file of bytes (images or labels).")
@@ -37,11 +40,9 @@ def read_idx(path: Path) -> Array:
             shape = struct.unpack(f">{start[3]}I", header)
             size = math.prod(shape)
             if size > MAX_BYTES:
-                raise UserError(f"{path}: its header claims {shape_text(shape)} bytes, more than 4 GiB.")
-            if path.suffix != ".gz":  # `read` allocates its argument, so it is limited to the size of the file
-                size = min(size, path.stat().st_size)
-            content = file.read(size + 1)
-    except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"{path}: its header claims {shape_text(shape)} bytes, more than 2 GiB.")
+            content = read_up_to(file, size + 1)
+    except (OSError, EOFError, MemoryError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({one_line(error)}).") from None
     if len(content) != math.prod(shape):
         difference = "fewer" if len(content) < math.prod(shape) else "more"
@@ -51,10 +52,8 @@ def read_idx(path: Path) -> Array:
 
 def _locate(folder: Path, stem: str) -> Path | None:
     """The file of the published name (`train-images-idx3-ubyte`, also with a dot), here or where torchvision puts it."""
-    for pattern in (f"{stem}?idx*", f"*/{stem}?idx*", f"*/raw/{stem}?idx*"):
-        for path in sorted(folder.glob(pattern)):
-            return path
-    return None
+    patterns = (f"{stem}?idx*", f"*/{stem}?idx*", f"*/raw/{stem}?idx*")
+    return next((path for pattern in patterns for path in sorted(folder.glob(pattern))), None)
 
 
 def _part(folder: Path, part: str) -> Images:

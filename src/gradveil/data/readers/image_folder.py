@@ -1,6 +1,12 @@
-"""Folders of pictures, one sub-folder per class; `train` and `test` (or `val`) folders above them are the parts."""
+"""Folders of pictures, one sub-folder per class; `train` and `test` (or `val`) folders above them are the parts.
 
-from collections.abc import Sequence
+Pillow recognizes a picture by its content, not by its name, and runs another program for some formats. So it is told
+which formats to try, and gets an open regular file.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -8,14 +14,19 @@ import numpy as np
 from PIL import Image
 
 from gradveil.core.errors import UserError, one_line
-from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw
+from gradveil.data.raw import MAX_BYTES, MAX_FILES, Array, Images, Options, Raw
 from gradveil.data.resize import resize_square
+from gradveil.storage.reading import open_regular, unreadable
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # what Pillow may take a file for
+SINGLE = ("PNG", "GIF", "WEBP", "TIFF")  # formats with frames; a JPEG may hold a preview besides
 TEST = ("test", "val", "valid", "validation")
 MAX_PIXELS = 1 << 26  # per picture file
+MAX_PICTURE = 1 << 28  # bytes per picture file
+MAX_DECODED = 1 << 35  # pixels of all pictures together, before they are resized: about ten minutes of work
+MAX_DEPTH = 16  # of folders
 RANK = 1  # last: it accepts any tree with pictures in it
-_BROKEN = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises on bad files
 
 
 def claims(folder: Path) -> bool:
@@ -33,14 +44,27 @@ def read(folder: Path, options: Options) -> Raw:
     return Raw(train, by_class(test, names)[0] if test else None, names)
 
 
+def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What lies in a folder, as long as it is not too much."""
+    try:
+        with os.scandir(folder) as listing:
+            for number, entry in enumerate(listing):
+                if number >= MAX_FILES:
+                    raise UserError(f"{folder}: more than {MAX_FILES:,} files; give fewer.")
+                yield entry
+    except OSError as error:
+        raise unreadable(folder, error) from None
+
+
 def subfolders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith((".", "__")))
+    return sorted(folder / e.name for e in entries(folder) if not e.name.startswith((".", "__")) and os.path.isdir(e))
 
 
 def by_class(folder: Path, names: Sequence[str] | None = None) -> tuple[Images, tuple[str, ...]]:
     """The pictures below each sub-folder. The classes are `names`, or the names of the sub-folders."""
-    names = tuple(sub.name for sub in subfolders(folder)) if names is None else tuple(names)
-    if extra := {sub.name for sub in subfolders(folder)} - set(names):
+    present = [sub.name for sub in subfolders(folder)]
+    names = tuple(present) if names is None else tuple(names)
+    if extra := set(present) - set(names):
         raise UserError(f"{folder}: class '{min(extra)}' does not occur in the training part.")
     files: list[Path] = []
     labels: list[int] = []
@@ -50,6 +74,8 @@ def by_class(folder: Path, names: Sequence[str] | None = None) -> tuple[Images, 
             raise UserError(f"{folder / name}: no pictures in this class.")
         files += pictures
         labels += [label] * len(pictures)
+        if len(files) > MAX_FILES:
+            raise UserError(f"{folder}: more than {MAX_FILES:,} pictures; give fewer.")
     return Images(files, np.array(labels, dtype=np.int64)), names
 
 
@@ -62,42 +88,67 @@ def decode(files: Sequence[Path], size: int | None) -> Array:
                 one, other = (f"{s[0]}×{s[1]}" for s in (shapes[0], shape))
                 raise UserError(f"{path}: {other} pixels, but {files[0].name} has {one}; set size=N to resize them.")
     height, width = (size, size) if size else shapes[0]
-    colour = any(colours)
-    if len(files) * height * width * (3 if colour else 1) > MAX_BYTES:
-        raise UserError(f"{files[0].parent.parent}: {len(files)} pictures of {height}×{width} take more than 4 GiB; set size=.")
-    out = np.empty((len(files), height, width, 3 if colour else 1), dtype=np.uint8)
-    for i, path in enumerate(files):
-        try:
-            with Image.open(path) as picture:
-                pixels = np.asarray(picture.convert("RGB" if colour else "L"))
-        except _BROKEN as error:
-            raise UserError(f"{path}: not a readable picture ({one_line(error)}).") from None
-        pixels = pixels.reshape(1, *pixels.shape[:2], -1)
+    mode, channels = ("RGB", 3) if any(colours) else ("L", 1)
+    folder = files[0].parent.parent
+    if len(files) * height * width * channels > MAX_BYTES:
+        raise UserError(f"{folder}: {len(files)} pictures of {height}×{width} take more than 2 GiB; set size=.")
+    if sum(h * w for h, w in shapes) > MAX_DECODED:
+        raise UserError(f"{folder}: the {len(files)} pictures have too many pixels together; set limit=, or shrink them.")
+    out = np.empty((len(files), height, width, channels), dtype=np.uint8)
+    for i, (path, shape) in enumerate(zip(files, shapes, strict=True)):
+        with _picture(path) as picture:
+            if (picture.height, picture.width) != shape:
+                raise UserError(f"{path}: it changed while it was read; give files that nobody writes to.")
+            pixels = np.asarray(picture.convert(mode)).reshape(1, *shape, channels)
         out[i] = (resize_square(pixels, size) if size else pixels)[0]
     return out
 
 
 def _peek(path: Path) -> tuple[tuple[int, int], bool]:
     """Height and width, and whether the picture has colour, from the header alone."""
-    try:
-        with Image.open(path) as picture:
-            (width, height), mode = picture.size, picture.mode
-    except _BROKEN as error:
-        raise UserError(f"{path}: not a readable picture ({one_line(error)}).") from None
-    if mode.startswith(("I", "F")):  # Pillow would clip these to 8 bits silently
-        raise UserError(f"{path}: more than 8 bits per pixel (mode {mode}); convert it to 8 bits.")
-    if width * height > MAX_PIXELS:
-        raise UserError(f"{path}: {width}×{height} pixels are too many for one picture file.")
-    return (height, width), mode not in ("1", "L", "LA")
+    with _picture(path) as picture:
+        return (picture.height, picture.width), picture.mode not in ("1", "L", "LA")
+
+
+@contextmanager
+def _picture(path: Path) -> Iterator[Image.Image]:
+    """A picture whose header has been checked; its pixels are not decoded yet."""
+    with open_regular(path, MAX_PICTURE) as file:
+        try:
+            with Image.open(file, formats=FORMATS) as picture:
+                if picture.mode.startswith(("I", "F")):  # Pillow would clip these to 8 bits silently
+                    raise UserError(f"{path}: more than 8 bits per pixel (mode {picture.mode}); convert it to 8 bits.")
+                if picture.width * picture.height > MAX_PIXELS:
+                    size = f"{picture.width}×{picture.height}"
+                    raise UserError(f"{path}: {size} pixels are too many for one picture file.")
+                if picture.format in SINGLE and getattr(picture, "is_animated", False):
+                    raise UserError(f"{path}: holds several pictures (an animation or pages); give one per file.")
+                yield picture
+        except UserError:
+            raise
+        except Exception as error:  # Pillow's readers raise all kinds on damaged files, and the text is passed on
+            raise UserError(f"{path}: not a readable picture ({one_line(error)}).") from None
 
 
 def _pictures(folder: Path, *, first: bool = False) -> list[Path]:
     """Picture files anywhere below `folder`, sorted; with `first` at most one of them, to see whether there are any."""
-    if not folder.is_dir():
-        return []
-    paths = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-    return list(islice(paths, 1)) if first else sorted(paths)
+    return sorted(islice(_walk(folder), 1 if first else MAX_FILES + 1)) if folder.is_dir() else []
+
+
+def _walk(folder: Path, depth: int = 0) -> Iterator[Path]:
+    """Links to folders are not followed, so a cycle ends."""
+    if depth > MAX_DEPTH:
+        raise UserError(f"{folder}: folders inside each other more than {MAX_DEPTH} deep; put pictures into class folders.")
+    for entry in entries(folder):
+        if _is_picture(entry.name):
+            yield folder / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name, depth + 1)
 
 
 def _loose(folder: Path) -> list[Path]:
-    return [p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")]
+    return [folder / entry.name for entry in entries(folder) if _is_picture(entry.name)]
+
+
+def _is_picture(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")

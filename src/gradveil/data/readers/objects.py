@@ -8,7 +8,8 @@ from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
 from gradveil.core.errors import UserError, one_line, shape_text
-from gradveil.data.raw import PICTURE_CHANNELS, Array, Images, Raw, checked
+from gradveil.data.raw import PICTURE_CHANNELS, Array, Images, Raw
+from gradveil.data.validation import checked
 
 
 @runtime_checkable

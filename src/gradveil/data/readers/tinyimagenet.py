@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shown
 from gradveil.data.raw import Images, Options, Raw
 from gradveil.data.readers.image_folder import by_class
+from gradveil.storage.reading import read_text
+
+MAX_LIST = 1 << 24  # bytes; the published lists have 2.6 million
 
 
 def claims(folder: Path) -> bool:
@@ -32,15 +35,17 @@ def _validation(folder: Path, ids: tuple[str, ...]) -> Images:
     if not listing.is_file():
         raise UserError(f"{listing}: no such file; it holds the labels of the validation pictures.")
     labels = {name: i for i, name in enumerate(ids)}
-    rows = [line.split("\t") for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [line.split("\t") for line in read_text(listing, MAX_LIST).splitlines() if line.strip()]
     if bad := next((row for row in rows if len(row) < 2 or row[1] not in labels), None):
-        raise UserError(f"{listing}: line '{' '.join(bad)[:60]}' names no class of the training part.")
+        raise UserError(f"{listing}: line {shown(' '.join(bad))} names no class of the training part.")
+    if bad := next((row for row in rows if Path(row[0]).name != row[0]), None):
+        raise UserError(f"{listing}: {shown(bad[0])} is not the name of a picture.")  # it may lead anywhere
     return Images([folder / "images" / row[0] for row in rows], np.array([labels[row[1]] for row in rows], dtype=np.int64))
 
 
 def _words(root: Path, ids: tuple[str, ...]) -> tuple[str, ...]:
     """Readable names for WordNet numbers, where the file that lists them exists."""
     path = root / "words.txt"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = read_text(path, MAX_LIST).splitlines() if path.is_file() else []
     words = dict(line.split("\t", 1) for line in lines if "\t" in line)
     return tuple(words.get(name, name) for name in ids)
