@@ -16,7 +16,7 @@ from gradveil.data.readers.image_folder import decode
 from gradveil.data.resize import resize_square
 from gradveil.data.source import Source, resolve
 from gradveil.data.split import exclude, image_keys, split, subsample
-from gradveil.data.validation import as_batch
+from gradveil.data.validation import to_batch
 
 NONE = "none"
 
@@ -54,9 +54,9 @@ def load(source: object, *, seed: int = 0, num_classes: int | None = None, rows:
     public_from = options.public if options.public not in (None, NONE) else None
     if public_from:
         public = _public_images(public_from, private, test, options, seed=seed, name=name)
-    public_batch = as_batch(public)
+    public_batch = to_batch(public)
     mean, std = _normalization(public_batch.x, named)
-    return DataSet(name, as_batch(private), public_batch, as_batch(test), count, class_names, mean, std, public_from)
+    return DataSet(name, to_batch(private), public_batch, to_batch(test), count, class_names, mean, std, public_from)
 
 
 def _with_size(options: Options, named: NamedSet | None) -> Options:

@@ -37,7 +37,7 @@ def checked_batch(x: Tensor, y: Tensor, task: Task, where: str) -> Batch:
     return Batch(x.detach(), y.detach())
 
 
-def as_batch(images: Images) -> Batch:
+def to_batch(images: Images) -> Batch:
     """Checked images as tensors n × C × H × W in [0, 1]."""
     pixels = torch.from_numpy(np.array(images.pixels.transpose(0, 3, 1, 2), order="C"))  # a copy: nothing is shared
     x = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels.float()

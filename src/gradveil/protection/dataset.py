@@ -31,6 +31,7 @@ from gradveil.data.raw import Array, Images
 from gradveil.data.readers.image_folder import by_class, decode, subfolders
 from gradveil.data.readers.npz import read_npz
 from gradveil.data.resize import resize_square
+from gradveil.data.validation import to_batch
 from gradveil.defenses import Defense, Setup, Step, parse
 from gradveil.storage.files import LOCK, DiskFull, alone_in, contents, room_for, sync_folder, write_json, write_tensors
 
@@ -176,7 +177,7 @@ def _read(source: Path, size: int | None) -> Originals:
             raise UserError(f"{source}: no sub-folders; put the pictures into one sub-folder for each class.")
         images, names = by_class(source)
         paths = [Path(p) for p in images.x]
-        batch = _batch(Images(decode(paths, size), images.y))
+        batch = to_batch(Images(decode(paths, size), images.y))
         return Originals(batch, names, tuple(path.relative_to(source) for path in paths), False)
     if source.suffix.lower() != ".npz":
         raise UserError(f"{source}: not a folder of pictures and not an .npz file.")
@@ -184,12 +185,7 @@ def _read(source: Path, size: int | None) -> Originals:
     if raw.test is not None:
         raise UserError(f"{source}: holds several parts; protect takes one, as the arrays 'images' and 'labels'.")
     pixels = resize_square(raw.train.pixels, size) if size else raw.train.pixels
-    return Originals(_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
-
-
-def _batch(images: Images) -> Batch:
-    pixels = torch.from_numpy(np.array(images.pixels.transpose(0, 3, 1, 2), order="C"))
-    return Batch(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float(), torch.from_numpy(images.y))
+    return Originals(to_batch(Images(pixels, raw.train.y)), raw.class_names, None, pixels.dtype != np.uint8)
 
 
 def _check_target(source: Path, target: Path, originals: Originals, soft: bool) -> None:

@@ -17,6 +17,8 @@ from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
 from gradveil.core.randomness import REPRODUCIBLE, Streams
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.data.readers.objects import read_object
+from gradveil.data.validation import checked_batch, to_batch
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Setup, Step, checked_update
 
@@ -76,7 +78,7 @@ class Shield:
         """
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         state = {name: tensor.detach() for name, tensor in named}
-        batch = Batch(x.detach(), y.detach())
+        batch = checked_batch(x, y, self._client.task, "the batch")
         self._round += 1
         update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))
         parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.task.model.trainable}
@@ -170,14 +172,8 @@ def setup_for(module: nn.Module, private: Batch, public: Any, cache: Path | None
 
 
 def as_batch(data: Any) -> Batch:
-    """(x, y) tensors, a `Batch`, or a torch Dataset of (image, label), as one batch."""
+    """(x, y), a `Batch`, or a torch Dataset of (image, label), as one batch, checked as the data of an audit is."""
     if data is None:
         raise UserError("protect needs data=: the client's training set, which defenses prepare themselves on.")
-    if isinstance(data, Batch):
-        return data
-    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], Tensor):
-        return Batch(data[0].float(), data[1])
-    rows = [data[i] for i in range(len(data))]
-    return Batch(
-        torch.stack([torch.as_tensor(x, dtype=torch.float32) for x, _ in rows]), torch.as_tensor([int(y) for _, y in rows])
-    )
+    source = (data.x, data.y) if isinstance(data, Batch) else data
+    return to_batch(read_object(source, "data").train)

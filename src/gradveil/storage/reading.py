@@ -78,11 +78,11 @@ def unreadable(path: Path | str, error: OSError | ValueError) -> UserError:
     return UserError(f"{shown_path(path)}: {reason[:1].lower()}{reason[1:]}.")
 
 
-class Stream(Protocol):
+class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_up_to(file: Stream, size: int) -> bytearray:
+def read_up_to(file: Readable, size: int) -> bytearray:
     """At most `size` bytes. Memory is taken as they arrive, not as a header claims them."""
     content = bytearray()
     while piece := file.read(min(_PIECE, size - len(content))):

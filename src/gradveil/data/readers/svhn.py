@@ -15,7 +15,7 @@ import numpy as np
 from gradveil.core.errors import UserError, one_line, shape_text, shown
 from gradveil.data.raw import MAX_BYTES, Array, Images, Options, Raw
 from gradveil.data.validation import checked
-from gradveil.storage.reading import Stream, open_regular, read_up_to
+from gradveil.storage.reading import Readable, open_regular, read_up_to
 
 HEADER = 128  # bytes before the first element
 MAX_VARIABLES = 100
@@ -35,7 +35,7 @@ class Element(NamedTuple):
 class _Inflated:
     """The content of a compressed element, unpacked as far as it is read."""
 
-    def __init__(self, file: Stream, size: int):
+    def __init__(self, file: Readable, size: int):
         self._file, self._left, self._decoder = file, size, zlib.decompressobj()
 
     def read(self, size: int, /) -> bytes:
@@ -85,7 +85,7 @@ def _matrices(file: IO[bytes]) -> dict[str, Array]:
             return arrays
         kind, size = struct.unpack("<II", tag)
         end = file.tell() + size
-        stream: Stream = _Inflated(file, size) if kind == _COMPRESSED else file
+        stream: Readable = _Inflated(file, size) if kind == _COMPRESSED else file
         kind = _element(stream).kind if kind == _COMPRESSED else kind
         if kind == _MATRIX and (matrix := _matrix(stream)) is not None:
             arrays[matrix[0]] = matrix[1]
@@ -93,7 +93,7 @@ def _matrices(file: IO[bytes]) -> dict[str, Array]:
     raise ValueError(f"more than {MAX_VARIABLES} variables")
 
 
-def _matrix(stream: Stream) -> tuple[str, Array] | None:
+def _matrix(stream: Readable) -> tuple[str, Array] | None:
     _content(stream, _element(stream), 8)  # flags
     sizes = _content(stream, _element(stream), 4 * 8)
     shape = struct.unpack(f"<{len(sizes) // 4}i", sizes)
@@ -107,13 +107,13 @@ def _matrix(stream: Stream) -> tuple[str, Array] | None:
     return name, np.frombuffer(_content(stream, values, MAX_BYTES), dtype=dtype).reshape(shape, order="F")
 
 
-def _element(stream: Stream) -> Element:
+def _element(stream: Readable) -> Element:
     tag = stream.read(8)
     kind, size = struct.unpack("<II", tag)
     return Element(kind & 0xFFFF, kind >> 16, tag[4:]) if kind >> 16 else Element(kind, size, None)
 
 
-def _content(stream: Stream, element: Element, limit: int) -> bytearray:
+def _content(stream: Readable, element: Element, limit: int) -> bytearray:
     if element.size > limit:
         raise ValueError(f"an element has {element.size:,} bytes")
     if element.inline is not None:
