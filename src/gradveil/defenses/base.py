@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from gradveil.core.gradients import ModelFunction
 from gradveil.core.randomness import Stream, TorchStream
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
+from gradveil.core.text import shorten
 from gradveil.core.types import Batch, Noise, Tensors
 
 STAGES = ("model", "data", "batch", "gradient", "update")
@@ -206,26 +207,37 @@ class Chain(Defense):
         return [(part, replace(step, memory=m)) for part, m in zip(self._parts, memories, strict=True)]
 
 
+class Refused(UserError):
+    """A door lets nothing out, for a reason that quotes no private data."""
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor of torch itself: a class of somebody else may lie about its content."""
+    return type(value) in (Tensor, nn.Parameter)
+
+
 def checked_update(expected: Mapping[str, Tensor], returned: object) -> Tensors:
-    """The tensors that a defense returned, in the expected kinds, if they may leave: all of them, and nothing else.
+    """Copies of the tensors that a defense returned, in the expected kinds, if they may leave: all, and nothing else.
 
     Names and shapes must be those of `expected`, values real floating point numbers, finite in the kind that leaves.
+    What is checked is the copy that leaves: the defense can no longer change it.
     """
     if not isinstance(returned, Mapping):
-        raise UserError(f"the defense returned {type(returned).__name__}, not tensors by name; nothing is sent.")
-    if wrong := [name for name in (*expected, *returned) if (name in expected) != (name in returned)]:
+        raise Refused(f"the defense returned {type(returned).__name__}, not tensors by name; nothing is sent.")
+    answer = dict(returned)
+    if wrong := [name for name in (*expected, *answer) if (name in expected) != (name in answer)]:
         problem = "returned nothing for" if wrong[0] in expected else "added"
-        raise UserError(f"the defense {problem} '{wrong[0]}'; nothing is sent.")
+        raise Refused(f"the defense {problem} '{shorten(str(wrong[0]), 80)}'; nothing is sent.")
     checked = {}
     for name, like in expected.items():
-        value = returned[name]
+        value = answer[name]
         for one in (value, like):
-            if not isinstance(one, Tensor) or not one.is_floating_point() or one.layout != torch.strided:
-                kind = one.dtype if isinstance(one, Tensor) else type(one).__name__
-                raise UserError(f"'{name}' holds {kind}, not real floating point numbers; nothing is sent.")
+            if not is_plain(one) or not one.is_floating_point() or one.layout != torch.strided or one.is_meta:
+                kind = one.dtype if is_plain(one) else type(one).__name__
+                raise Refused(f"'{name}' holds {kind}, not real floating point numbers; nothing is sent.")
         if value.shape != like.shape:
-            raise UserError(f"'{name}' is {tuple(value.shape)} after the defense, not {tuple(like.shape)}; nothing is sent.")
-        checked[name] = value.detach().to(like)
+            raise Refused(f"'{name}' is {tuple(value.shape)} after the defense, not {tuple(like.shape)}; nothing is sent.")
+        checked[name] = value.detach().to(like, copy=True, memory_format=torch.contiguous_format)
         if not bool(torch.isfinite(checked[name]).all()):
-            raise UserError(f"values would leave that are not finite in '{name}'; nothing is sent.")
+            raise Refused(f"values would leave that are not finite in '{name}'; nothing is sent.")
     return checked

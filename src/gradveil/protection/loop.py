@@ -12,49 +12,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from gradveil.client import Client, prepare_client
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, unknown
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
 from gradveil.core.randomness import REPRODUCIBLE, Streams
 from gradveil.core.task import Task
+from gradveil.core.text import listing, shorten
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.data.readers.objects import read_object
 from gradveil.data.validation import checked_batch, to_batch
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Setup, Step, checked_update
-
-
-def log_round(defense: Defense, tensors: int, unprotected: int = 0, level: int = logging.INFO) -> None:
-    """Say what left: how many tensors the defense acted on, and how many buffers left as they are."""
-    logger = logging.getLogger("gradveil")
-    logger.log(level, "'%s' acted on %d tensors", defense.spec, tensors)
-    if unprotected:
-        logger.warning("%d buffers leave unprotected", unprotected)
-
-
-class Checked(Defense):
-    """A defense whose gradients and updates are refused unless they are complete."""
-
-    def __init__(self, inner: Defense):
-        self._inner = inner
-
-    @property
-    def parts(self) -> tuple[Defense, ...]:
-        return self._inner.parts
-
-    def prepare(self, setup: Setup) -> Any:
-        return self._inner.prepare(setup)
-
-    def data(self, batch: Batch, step: Step) -> Batch:
-        return self._inner.data(batch, step)
-
-    def batch(self, batch: Batch, step: Step) -> Batch:
-        return self._inner.batch(batch, step)
-
-    def gradient(self, tensors: Tensors, step: Step) -> Tensors:
-        return checked_update(tensors, self._inner.gradient(dict(tensors), step))
-
-    def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return checked_update(tensors, self._inner.update(dict(tensors), step))
+from gradveil.defenses.base import Setup, checked_update
+from gradveil.protection.door import Door
 
 
 class Shield:
@@ -64,11 +32,9 @@ class Shield:
     `state_dict` and `load_state_dict`: two encodings of one image give away more than one.
     """
 
-    _log_level = logging.INFO
-
-    def __init__(self, module: nn.Module, client: Client, defense: Defense):
-        self.model, self.defense = module, defense
-        self._client, self._encoded, self._round = client, dict[bytes, Batch](), 0
+    def __init__(self, module: nn.Module, client: Client, door: Door):
+        self.model, self.defense = module, door.defense
+        self._client, self._door, self._encoded, self._round = client, door, dict[bytes, Batch](), 0
 
     def backward(self, x: Tensor, y: Tensor) -> None:
         """Put the protected gradient of the batch into `.grad` of the model's parameters (added, as torch does).
@@ -80,14 +46,19 @@ class Shield:
         state = {name: tensor.detach() for name, tensor in named}
         batch = checked_batch(x, y, self._client.task, "the batch")
         self._round += 1
-        update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))
         parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.task.model.trainable}
-        protected = checked_update(parameters, update.tensors)
-        sums = {n: t if (old := parameters[n].grad) is None else old + t for n, t in protected.items()}
-        for name, gradient in checked_update(parameters, sums).items():
+        with self._door.round(self._round):
+            update, trace = self._client.round(state, batch, self._round, protected=self._protected(state, batch))
+            protected = checked_update(parameters, update.tensors)
+            sums = {n: t if (old := parameters[n].grad) is None else old + t for n, t in protected.items()}
+            gradients = checked_update(parameters, sums)
+            self._gradients_leave(protected)
+        for name, gradient in gradients.items():
             parameters[name].grad = gradient
-        log_round(self.defense, len(parameters), level=self._log_level)
         self._track_statistics(trace.fed.x)
+
+    def _gradients_leave(self, gradients: Tensors) -> None:
+        self._door.let_out(self._round, gradients, list(gradients))
 
     def state_dict(self) -> Tensors:
         """The images after the data stage: `hash` has one row per image (SHA-256 of its pixels), `x` and `y` likewise."""
@@ -134,6 +105,13 @@ class TaskOptions(TypedDict, total=False):
     std: Iterable[float]  # one value per channel; 1, if left out
 
 
+class ShieldOptions(TaskOptions, total=False):
+    """The task, and how the shield lets gradients out."""
+
+    deadline: float  # seconds that each call of the defense may take; later, nothing is sent
+    evidence: str | Path  # a file that gets one line of JSON per call of `backward`
+
+
 def protect(
     model: nn.Module,
     defense: str | Defense,
@@ -142,25 +120,37 @@ def protect(
     public: Any = None,
     reproducible: int | None = None,
     cache: Path | None = None,
-    **task: Unpack[TaskOptions],
+    **options: Unpack[ShieldOptions],
 ) -> Shield:
     """A shield for a plain PyTorch loop.
 
     `data` is the client's training set ((x, y) tensors or a torch Dataset, pixels in [0, 1]); defenses that prepare
     themselves need it. Train `shield.model`: a model-stage defense changes the network. Draws come from the operating
     system; `reproducible` is a seed in their place, for tests: everyone who knows it can undo the protection.
-    `task` may give num_classes, loss, mean and std.
+    `options` may give num_classes, loss, mean and std of the task, a `deadline` for the defense, and a file for `evidence`.
     """
     method, private = parse(defense), as_batch(data)
     module = method.model(model, private.image_shape)
     if reproducible is not None:
         warnings.warn(REPRODUCIBLE, stacklevel=2)
     streams = Streams() if reproducible is None else Streams.of_seed(reproducible)
-    setup = setup_for(module, private, public, cache, **task)
-    return Shield(module, prepare_client(Checked(method), LocalTraining(), setup, streams), method)
+    check_names(options, ShieldOptions.__annotations__)
+    door = Door("shield", method, deadline=options.get("deadline"), evidence=options.get("evidence"))
+    if statistics := [n for n, b in module.named_buffers() if module.training and b.is_floating_point()]:
+        text = "a shield protects gradients only; %d buffers follow the images, do not send them: %s"
+        logging.getLogger("gradveil").warning(text, len(statistics), shorten(", ".join(statistics), 120))
+    client = prepare_client(door.checked, LocalTraining(), setup_for(module, private, public, cache, options), streams)
+    return Shield(module, client, door)
 
 
-def setup_for(module: nn.Module, private: Batch, public: Any, cache: Path | None, **task: Unpack[TaskOptions]) -> Setup:
+def check_names(options: Mapping[str, object], names: Iterable[str]) -> None:
+    """Refuse an option that does not exist: a typing error must not leave protection out."""
+    for name in options:
+        if name not in names:
+            raise unknown("option", name, names, hint=f"There are {listing(sorted(names))}.")
+
+
+def setup_for(module: nn.Module, private: Batch, public: Any, cache: Path | None, task: TaskOptions) -> Setup:
     """What a defense prepares itself on in real training. Networks that it trains may be known, its draws not."""
     channels = private.x.shape[1]
     function = ModelFunction(module, task.get("loss", cross_entropy), "train" if module.training else "eval")

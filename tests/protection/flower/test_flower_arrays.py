@@ -17,6 +17,7 @@ from gradveil.core.randomness import SecretStream
 from gradveil.core.types import Tensors
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
+from gradveil.protection.door import Buffers
 from gradveil.protection.flower.arrays import check_arrays, protect_arrays, save_arrays
 from gradveil.storage.updates import load_update
 
@@ -57,14 +58,28 @@ def test_clipping_looks_at_the_whole_update() -> None:
     assert square**0.5 == pytest.approx(0.5, rel=1e-4)
 
 
+def test_what_no_defense_acts_on_is_withheld_unless_asked_for() -> None:
+    held = protect_arrays(BEFORE, AFTER, "gaussian:std=3")
+    assert list(held) == list(AFTER)
+    for name in ("norm.running_var", "norm.num_batches_tracked"):
+        assert np.array_equal(held[name], BEFORE[name])
+        assert held[name] is not BEFORE[name]
+    assert not np.array_equal(held["b"], AFTER["b"])
+    named = protect_arrays(BEFORE, AFTER, "gaussian:std=3", untouched=["b"])
+    assert np.array_equal(named["b"], BEFORE["b"])
+    update = {"w": np.ones(4, np.float32), "running_mean": np.ones(2, np.float32), "count": np.ones(2, np.int64)}
+    assert not protect_arrays({}, update, "none", sends="update")["running_mean"].any()  # in an update: no change
+    assert not protect_arrays({}, update, "none", sends="update")["count"].any()
+
+
 def test_statistics_counters_order_and_kinds_stay() -> None:
-    found = protect_arrays(BEFORE, AFTER, "gaussian:std=3")
+    found = protect_arrays(BEFORE, AFTER, "gaussian:std=3", buffers="send")
     assert list(found) == list(AFTER)
     assert {n: (a.dtype, a.shape) for n, a in found.items()} == {n: (a.dtype, a.shape) for n, a in AFTER.items()}
     assert np.array_equal(found["norm.running_var"], AFTER["norm.running_var"])
     assert int(found["norm.num_batches_tracked"]) == 4
     assert not np.array_equal(found["b"], AFTER["b"])
-    named = protect_arrays(BEFORE, AFTER, "gaussian:std=3", untouched=["b"])
+    named = protect_arrays(BEFORE, AFTER, "gaussian:std=3", untouched=["b"], buffers="send")
     assert np.array_equal(named["b"], AFTER["b"])
     assert not np.array_equal(named["norm.running_var"], AFTER["norm.running_var"])
 
@@ -106,11 +121,20 @@ class Curious(Defense):
         ({"w": AFTER["w"].astype(np.complex64)}, "'w' holds complex64"),
         ({"w": AFTER["w"].astype(object)}, "'w' holds object"),
         ({"norm.running_var": np.full(4, np.nan, np.float32)}, "not finite in 'norm.running_var'"),
+        ({"norm.running_var": np.ones(4, np.complex64)}, "'norm.running_var' holds complex64"),
+        ({"norm.num_batches_tracked": np.array(["text"])}, "holds <U4"),
+        ({"norm.num_batches_tracked": np.zeros(99, np.int64)}, "received as a single number and is now 99"),
+        ({"norm.num_batches_tracked": np.array(4, np.uint8)}, "received as int64 and is now uint8"),
+        ({"norm.running_var": np.ones(4)}, "received as float32 and is now float64"),
+        ({"w": AFTER["w"].astype(">f4")}, "'w' holds >f4"),
+        ({"w": AFTER["w"].astype(np.longdouble)}, "'w' holds float128"),
+        ({"pixels": np.zeros((8, 8), np.uint8)}, "'pixels' was not received"),
     ],
 )
-def test_what_cannot_be_protected_does_not_leave(change: dict[str, np.ndarray], words: str) -> None:
+@pytest.mark.parametrize("buffers", ["withhold", "send"])
+def test_what_cannot_be_protected_does_not_leave(change: dict[str, np.ndarray], words: str, buffers: Buffers) -> None:
     with pytest.raises(UserError, match=words):
-        protect_arrays(BEFORE, {**AFTER, **change}, "prune")
+        protect_arrays(BEFORE, {**AFTER, **change}, "prune", buffers=buffers)
     with pytest.raises(UserError, match="asks for the model"):
         protect_arrays(BEFORE, AFTER, Curious())
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.hashing import digest
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
@@ -41,7 +45,7 @@ def test_without_a_defense_it_is_the_plain_loop(net: nn.Module, message: Make, c
     received = copy.deepcopy(net)
     with torch.no_grad():
         received[4].bias += 1  # the server's weights, not the ones the client's network began with
-    guard = protect(message(arrays=received.state_dict()), context, net, "none", shapes.private, **HOW)
+    guard = protect(message(arrays=received.state_dict()), context, net, "none", shapes.private, buffers="send", **HOW)
     reply = train(guard, shapes)
     optimizer = torch.optim.SGD(received.parameters(), lr=0.1)
     for rows in torch.arange(24).split(8):
@@ -231,7 +235,61 @@ def test_each_round_is_logged(
 ) -> None:
     with caplog.at_level("INFO", logger="gradveil"):
         train(protect(message(arrays=net.state_dict()), context, net, "prune", shapes.private), shapes)
-    assert [m for m in caplog.messages if "tensors" in m or "buffers" in m] == [
-        "'prune' acted on 6 tensors",
-        "3 buffers leave unprotected",
-    ]
+    logged = [record.getMessage() for record in caplog.records if record.name == "gradveil"]
+    assert logged == ["'prune' acted on 6 tensors; 3 withheld (the received ones go back)"]
+
+
+def test_buffers_are_withheld_unless_asked_for(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    before = copy.deepcopy(net.state_dict())
+    for buffers in ("withhold", "send"):
+        made = copy.deepcopy(net)
+        guard = protect(message(arrays=before), context, made, "prune", shapes.private, buffers=buffers)
+        sent = sent_back(train(guard, shapes))
+        for name in ("1.running_mean", "1.running_var"):
+            assert torch.equal(sent[name], before[name]) == (buffers == "withhold")
+            assert not torch.equal(guard.model.state_dict()[name], before[name])
+
+
+def test_a_model_trained_beside_the_guard_does_not_leave(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    guard = protect(message(arrays=net.state_dict()), context, net, "mixup", shapes.private)
+    with torch.no_grad():
+        guard.model[4].bias += 0.1
+    with pytest.raises(UserError, match="trained without guard.backward"):
+        guard.reply()
+
+
+def test_evidence_of_a_round_and_of_a_refusal(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, tmp_path: Path
+) -> None:
+    path, sent = tmp_path / "evidence.jsonl", message(arrays=net.state_dict())
+    guard = protect(sent, context, net, "prune", shapes.private, evidence=path, buffers="send")
+    reply = train(guard, shapes)
+    with torch.no_grad():
+        guard.model[4].bias.fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        guard.reply()
+    left, refused = (json.loads(line) for line in path.read_text().splitlines())
+    assert (left["door"], left["protected"], len(left["unprotected"]), left["withheld"]) == ("guard", 6, 3, [])
+    assert left["sha256"] == digest("", sent_back(reply))
+    assert "not finite" in refused["refused"]
+
+
+def test_a_hanging_or_talking_defense_tells_the_server_nothing(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet
+) -> None:
+    class Talks(Defense):
+        def batch(self, batch: Batch, step: Step) -> Batch:
+            raise ValueError(f"pixels {batch.x.flatten()[:3].tolist()}")
+
+    class Hangs(Defense):
+        def update(self, tensors: Tensors, step: Step) -> Tensors:
+            time.sleep(20)
+            return tensors
+
+    guard = protect(message(arrays=net.state_dict()), context, net, Talks(), shapes.private)
+    with pytest.raises(UserError) as refused:
+        guard.backward(shapes.private.x[:4], shapes.private.y[:4])
+    assert str(refused.value) == "the defense raised ValueError; nothing is sent."
+    guard = protect(message(arrays=net.state_dict()), context, net, Hangs(), shapes.private, deadline=0.2)
+    with pytest.raises(UserError, match=r"more than the 0.2 s"):
+        train(guard, shapes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from gradveil.core.errors import UserError
+from gradveil.core.hashing import digest
 from gradveil.core.types import Tensors
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
@@ -49,8 +52,11 @@ def test_the_update_leaves_pruned_and_all_else_as_it_was(net: nn.Module, message
         kept = after[name] != before[name]
         assert int(kept.sum()) == max(1, round(0.1 * kept.numel() + 0.49))
         assert torch.allclose(after[name][kept], true[name][kept])
+    sent_as_they_are = states(mod("prune:ratio=0.9", buffers="send")(sent, context, training()))
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        assert torch.equal(after[name], true[name])
+        assert torch.equal(after[name], before[name])  # withheld
+        assert torch.equal(sent_as_they_are[name], true[name])
+        assert not torch.equal(true[name], before[name])
     assert found.content["metrics"] == plain.content["metrics"]
     assert found.metadata.reply_to_message_id == sent.metadata.message_id
 
@@ -139,18 +145,94 @@ def test_each_round_is_logged(net: nn.Module, message: Make, context: Any, caplo
     with caplog.at_level("INFO", logger="gradveil"):
         mod("prune:ratio=0.7")(message(arrays=net.state_dict()), context, training())
     logged = [record.getMessage() for record in caplog.records if record.name == "gradveil"]
-    assert logged == ["'prune:ratio=0.7' acted on 6 tensors", "3 buffers leave unprotected"]
+    assert logged == ["'prune:ratio=0.7' acted on 6 tensors; 3 withheld (the received ones go back)"]
+    caplog.clear()
+    mod("prune:ratio=0.7", buffers="send")(message(arrays=net.state_dict()), context, training())
+    (record,) = [record for record in caplog.records if record.name == "gradveil"]
+    assert record.levelname == "WARNING"
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert name in record.getMessage().partition("3 leave unprotected: ")[2]
 
 
 def test_evaluation_and_errors_pass_through(net: nn.Module, message: Make, context: Any) -> None:
-    from flwr.app import Error, Message
+    from flwr.app import Error, Message, MetricRecord, RecordDict
 
     sent = message("evaluate", arrays=net.state_dict())
-    answer = training()(sent, context)
+    answer = Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=sent)
     assert mod("prune")(sent, context, lambda m, c: answer) is answer
     sent = message(arrays=net.state_dict())
     error = Message(Error(2, "no memory"), reply_to=sent)
     assert mod("prune")(sent, context, lambda m, c: error) is error
+
+
+def test_only_answers_to_training_hold_arrays(net: nn.Module, message: Make, context: Any) -> None:
+    for kind in ("evaluate", "query.gradients"):
+        refused = mod("prune")(message(kind, arrays=net.state_dict()), context, training())
+        assert refused.has_error() and "'arrays' is no answer to training" in refused.error.reason
+    assert mod("prune")(message("train.again", arrays=net.state_dict()), context, training()).has_content()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": torch.full((3,), float("nan"))}, "not finite in 'features/x'"),
+        ({"x": torch.ones(3, dtype=torch.complex64)}, "'features/x' holds complex64"),
+        ({"x": torch.ones(4)}, "other names, shapes or kinds"),
+        ({"x": torch.ones(3, dtype=torch.float64)}, "other names, shapes or kinds"),
+        ({"x": torch.ones(3), "y": torch.ones(3)}, "other names, shapes or kinds"),
+    ],
+)
+def test_what_is_passed_is_checked_and_named(
+    net: nn.Module, message: Make, context: Any, caplog: pytest.LogCaptureFixture, arrays: Tensors, words: str
+) -> None:
+    sent = message(arrays=net.state_dict(), features={"x": torch.zeros(3)})
+    refused = mod("prune", passed=["features"])(sent, context, training(features=arrays))
+    assert refused.has_error() and words in refused.error.reason
+    passed = mod("prune", passed=["features"])(sent, context, training(features={"x": torch.ones(3)}))
+    assert torch.equal(states(passed, "features")["x"], torch.ones(3))
+    assert "1 leave unprotected: features/x" in caplog.text
+
+
+def test_weights_as_whole_numbers_do_not_leave(net: nn.Module, message: Make, context: Any) -> None:
+    """A client that quantises by itself: no defense acts on whole numbers."""
+    from flwr.app import ArrayRecord, Message, RecordDict
+
+    def train(received: Any, context: Any) -> Any:
+        whole = {n: (100 * t).to(torch.int8) for n, t in states(received).items()}
+        return Message(RecordDict({"arrays": ArrayRecord(whole)}), reply_to=received)
+
+    for buffers in ("withhold", "send"):
+        refused = mod("prune", buffers=buffers)(message(arrays=net.state_dict()), context, train)
+        assert refused.has_error() and "received as float32 and is now int8" in refused.error.reason
+
+
+def test_evidence_names_what_left_and_what_did_not(net: nn.Module, message: Make, context: Any, tmp_path: Path) -> None:
+    path = tmp_path / "evidence.jsonl"
+    protected = mod("gaussian", evidence=path, passed=["features"], deadline=60)
+    sent = message(arrays=net.state_dict(), features={"x": torch.zeros(3)})
+    reply = protected(sent, context, training(features={"x": torch.ones(3)}))
+    protected(sent, context, training(step=float("nan"), features={"x": torch.ones(3)}))
+    kept, refused = (json.loads(line) for line in path.read_text().splitlines())
+    assert (kept["door"], kept["protected"], kept["unprotected"]) == ("mod", 6, ["features/x"])
+    assert sorted(kept["withheld"]) == [f"arrays/1.{n}" for n in ("num_batches_tracked", "running_mean", "running_var")]
+    left = {f"{key}/{n}": t for key in ("arrays", "features") for n, t in states(reply, key).items()}
+    assert kept["sha256"] == digest("", left)
+    assert "not finite" in refused["refused"]
+
+
+def test_names_that_collide_send_nothing(message: Make, context: Any) -> None:
+    sent = message(**{"a": {"b/c": torch.ones(2)}, "a/b": {"c": torch.ones(2)}})
+    refused = mod("prune")(sent, context, training(**{"a": {"b/c": torch.ones(2)}, "a/b": {"c": torch.ones(2)}}))
+    assert refused.has_error() and not refused.has_content()
+
+
+def test_a_broken_message_is_refused_before_training(net: nn.Module, message: Make, context: Any) -> None:
+    from flwr.app import Array
+
+    sent = message(arrays=net.state_dict())
+    sent.content["arrays"]["4.bias"] = Array("float32", (3,), "numpy.ndarray", b"")
+    refused = mod("prune")(sent, context, lambda m, c: pytest.fail("trained"))
+    assert refused.has_error() and "'4.bias' cannot be read" in refused.error.reason
 
 
 def test_other_defenses_are_refused_before_any_round() -> None:

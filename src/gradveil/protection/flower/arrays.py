@@ -5,20 +5,24 @@ in, `save_arrays` where they arrive.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from gradveil.core.errors import UserError, shape_text
 from gradveil.core.randomness import Stream, Streams
 from gradveil.core.types import Update
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Step, checked_update
-from gradveil.protection.loop import log_round
+from gradveil.defenses.base import Refused, Step, checked_update
+from gradveil.protection.door import Door, DoorOptions
+from gradveil.protection.loop import check_names
 from gradveil.storage.updates import save_update
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -50,36 +54,88 @@ def protect_arrays(
     untouched: Iterable[str] = STATISTICS,
     sends: Sends = "weights",
     rng: Stream | None = None,
+    **options: Unpack[DoorOptions],
 ) -> dict[str, NDArray[Any]]:
     """What may leave in place of `after`: the weights received plus the protected update, in the order of `after`.
 
-    Whole numbers, and arrays whose names match `untouched` (shell patterns), leave as they are. With `sends="update"`,
-    `after` holds the update itself. Noise comes from `rng`; without one, from the system's own randomness, which a server
-    cannot repeat. What the defense leaves alone comes back bit for bit. Where something is not finite, of another kind or
-    missing, nothing is returned.
+    No defense acts on whole numbers and on arrays whose names match `untouched` (shell patterns). Unless `buffers="send"`,
+    they are withheld: the received ones go back. With `sends="update"`, `after` holds the update itself. Noise comes from
+    `rng`; without one, from the system's own randomness, which a server cannot repeat. What the defense leaves alone comes
+    back bit for bit. Where something is not finite, of another kind, late or missing, nothing is returned. `options` may
+    also give a `deadline` for the defense in seconds, and a file for `evidence`.
     """
-    method, patterns = update_defense(defense), tuple(untouched)
+    check_names(options, DoorOptions.__annotations__)
+    door = Door("arrays", update_defense(defense), **options)
+    with door.round(""):
+        outgoing = protected_arrays(door, before, after, Kinds(tuple(untouched), sends), rng or Streams()("update"))
+        outgoing.let_out(door, "")
+        return outgoing.arrays
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which arrays of a reply no defense acts on, and whether the others are weights or an update."""
+
+    untouched: tuple[str, ...]
+    sends: Sends
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What is about to leave, and the names of what was done with it."""
+
+    arrays: dict[str, NDArray[Any]]
+    protected: list[str]
+    withheld: list[str]
+    unprotected: list[str]
+
+    def let_out(self, door: Door, number: int | str, more: Arrays = MappingProxyType({})) -> None:
+        """`more` are arrays that leave beside these, unprotected."""
+        tensors = {name: torch.from_numpy(np.array(a, order="C")) for name, a in {**self.arrays, **more}.items()}
+        door.let_out(number, tensors, self.protected, self.withheld, [*self.unprotected, *more])
+
+
+def protected_arrays(door: Door, before: Arrays, after: Arrays, kinds: Kinds, rng: Stream) -> Outgoing:
+    """The arrays that may leave, or an error."""
     for name, array in after.items():
-        if array.dtype.kind not in "fiub" and not _matches(name, patterns):
-            raise UserError(f"'{name}' holds {array.dtype}, which no defense protects; nothing is sent.")
-        if array.dtype.kind in "fc" and not np.isfinite(array).all():
-            raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
-    moved = [name for name, array in after.items() if _is_trained(name, array, patterns)]
-    start = {name: _before(name, before, after[name], sends) for name in moved}
+        check_values(name, array)
+    moved = [name for name, array in after.items() if _is_trained(name, array, kinds.untouched)]
+    start = {name: _before(name, before, after[name], kinds.sends) for name in moved}
     changed = update = {name: torch.as_tensor(after[name].astype(np.float64) - start[name]) for name in moved}
     if update:
         nothing: Any = _Absent()
-        step = Step(nothing, {}, nothing, rng or Streams()("update"))
-        with torch.no_grad():  # copies: a defense that works in place must not change what it is compared with
-            changed = checked_update(update, method.update({n: t.clone() for n, t in update.items()}, step))
+        with torch.no_grad():
+            changed = door.checked.update(update, Step(nothing, {}, nothing, rng))
     sent = dict(after)
     for name, change in changed.items():
         with np.errstate(over="ignore"):  # checked below
             rounded = (start[name] + change.numpy()).astype(after[name].dtype)
         sent[name] = np.where(change.numpy() == update[name].numpy(), after[name], rounded)
     checked_update(update, {name: torch.from_numpy(sent[name].astype(np.float64)) for name in update})
-    log_round(method, len(changed), len(after) - len(changed))
-    return sent
+    buffers = [name for name in after if name not in changed]
+    for name in buffers:
+        received = _received(name, before, after[name], kinds.sends)
+        sent[name] = received if door.buffers == "withhold" else after[name]
+    withheld = buffers if door.buffers == "withhold" else []
+    return Outgoing(sent, list(changed), withheld, [] if withheld else buffers)
+
+
+def check_values(name: str, array: NDArray[Any]) -> None:
+    """Refuse arrays of other kinds than real numbers, and values that are not finite."""
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8 or not array.dtype.isnative:
+        raise Refused(f"'{name}' holds {array.dtype}, which no defense protects; nothing is sent.")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise Refused(f"training left values that are not finite in '{name}'; nothing is sent.")
+
+
+def _received(name: str, before: Arrays, array: NDArray[Any], sends: Sends) -> NDArray[Any]:
+    """The array as the server sent it, where nothing of it is to leave; in an update, no change."""
+    if sends == "update" and name not in before:
+        return np.zeros_like(array)
+    _before(name, before, array, "weights")  # it was received, and has kept its shape
+    if before[name].dtype != array.dtype:
+        raise Refused(f"'{name}' was received as {before[name].dtype} and is now {array.dtype}; nothing is sent.")
+    return np.zeros_like(array) if sends == "update" else before[name].copy()
 
 
 def check_arrays(received: Arrays, expected: Arrays) -> None:
@@ -138,10 +194,10 @@ def _before(name: str, before: Arrays, array: NDArray[Any], sends: Sends) -> NDA
     if sends == "update":
         return np.zeros(())
     if name not in before:
-        raise UserError(f"'{name}' was not received, so there is no update to protect in it; nothing is sent.")
+        raise Refused(f"'{name}' was not received, so there is no update to protect in it; nothing is sent.")
     if before[name].shape != array.shape:
         shapes = f"{shape_text(before[name].shape)} and is now {shape_text(array.shape)}"
-        raise UserError(f"'{name}' was received as {shapes}; nothing is sent.")
+        raise Refused(f"'{name}' was received as {shapes}; nothing is sent.")
     return before[name].astype(np.float64)
 
 
@@ -149,4 +205,4 @@ class _Absent:
     """Stands where the model and the images would be."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UserError("this defense asks for the model or the images, which are not at hand where an update leaves.")
+        raise Refused("this defense asks for the model or the images, which are not at hand where an update leaves.")

@@ -9,7 +9,6 @@ return guard.reply(loss=…)
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,12 @@ from gradveil.core.errors import UserError
 from gradveil.core.randomness import seeded
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Step, checked_update
+from gradveil.defenses.base import Refused, Step, checked_update, is_plain
+from gradveil.protection.door import Checked, Door, DoorOptions
 from gradveil.protection.flower.arrays import check_arrays
-from gradveil.protection.flower.mod import message_streams
-from gradveil.protection.loop import Checked, Shield, TaskOptions, as_batch, log_round, setup_for
+from gradveil.protection.flower.messages import numpy_arrays
+from gradveil.protection.flower.mod import message_streams, received_arrays
+from gradveil.protection.loop import Shield, TaskOptions, as_batch, check_names, setup_for
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
@@ -41,20 +42,25 @@ def network(model: nn.Module, defense: str | Defense, input_shape: tuple[int, in
 
 def receive(model: nn.Module, arrays: ArrayRecord) -> None:
     """Load the weights a server sent into `model`, if they are its own: same names and shapes, and finite."""
-    received = {name: array.numpy() for name, array in arrays.items()}
+    received = numpy_arrays(arrays)
     check_arrays(received, {name: t.detach().cpu().numpy() for name, t in model.state_dict().items()})
     model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in received.items()})
+
+
+class GuardOptions(TaskOptions, DoorOptions, total=False):
+    """What the model and the data do not say of the task, and how the guard lets the reply out."""
 
 
 class Guard(Shield):
     """A shield for one round: `model` holds the weights received, `reply` is what may leave after training it."""
 
-    _log_level = logging.DEBUG  # a step; the round is logged when its reply leaves
-
-    def __init__(self, module: nn.Module, client: Client, defense: Defense, message: Message, record: str, private: Batch):
-        super().__init__(module, client, defense)
+    def __init__(self, module: nn.Module, client: Client, door: Door, message: Message, record: str, private: Batch):
+        super().__init__(module, client, door)
         self._message, self._record, self._private = message, record, private
         self._start = {name: t.detach().clone() for name, t in module.state_dict().items()}
+
+    def _gradients_leave(self, gradients: Tensors) -> None:
+        """A gradient of one step stays on the client; the round is recorded when its reply leaves."""
 
     def encode(self, context: Context) -> None:
         """The data stage on the client's images: as in an earlier round, or for the first time."""
@@ -70,29 +76,42 @@ class Guard(Shield):
         """The answer to the message: trained weights after the update stage, and how many examples they come from."""
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-        state = {name: t.detach() for name, t in self.model.state_dict().items()}
+        number = self._message.metadata.group_id
+        with self._door.round(number):
+            state, protected, buffers = self._outgoing()
+            withheld = buffers if self._door.buffers == "withhold" else []
+            state |= {name: self._start[name].clone() for name in withheld}
+            self._door.let_out(number, state, protected, withheld, [] if withheld else buffers)
+        facts = MetricRecord({"num-examples": len(self._private), **metrics})
+        content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
+        return Message(content, reply_to=self._message)
+
+    def _outgoing(self) -> tuple[Tensors, list[str], list[str]]:
+        """The state with its update protected, the names of what the defense acted on, and those of buffers."""
+        state = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
         for name, value in state.items():
-            if not bool(torch.isfinite(value).all()):
-                raise UserError(f"training left values that are not finite in '{name}'; nothing is sent.")
+            if not is_plain(value) or value.is_complex() or not bool(torch.isfinite(value).all()):
+                raise Refused(f"training left values that are not finite in '{name}'; nothing is sent.")
+            if (value.shape, value.dtype) != (self._start[name].shape, self._start[name].dtype):
+                raise Refused(f"training left '{name}' with another shape or kind; nothing is sent.")
         parameters, first = dict(self.model.named_parameters(remove_duplicate=False)), dict[nn.Parameter, str]()
         for name, parameter in parameters.items():
             first.setdefault(parameter, name)  # of a tensor with several names, so that its noise is drawn once
         buffers = [name for name in state if name not in parameters]
-        if unknown := set(buffers) - set(dict(self.model.named_buffers(remove_duplicate=False))):
-            raise UserError(f"'{min(unknown)}' is neither a parameter nor a buffer of the model; nothing is sent.")
+        if strange := set(buffers) - set(dict(self.model.named_buffers(remove_duplicate=False))):
+            raise Refused(f"'{min(strange)}' is neither a parameter nor a buffer of the model; nothing is sent.")
         trained = [n for p, n in first.items() if p.requires_grad or not torch.equal(state[n], self._start[n])]
         update = {name: state[name].double() - self._start[name].double() for name in trained}
-        client = self._client
-        step = Step(client.task, self._start, self._private, client.draws("update"), client.memory)
+        if not self._round and set(self.defense.stages) - {"model", "update"} and any(u.any() for u in update.values()):
+            raise Refused("the model was trained without guard.backward, so its update is not protected; nothing is sent.")
+        client, start = self._client, {name: t.clone() for name, t in self._start.items()}
+        step = Step(client.task, start, self._private, client.draws("update"), client.memory)
         with torch.no_grad():
-            change = checked_update(update, self.defense.update(dict(update), step))
+            change = self._door.checked.update(update, step)
         moved = {name: self._start[name].double() + c for name, c in change.items()}
         sent = checked_update({name: state[name] for name in trained}, moved)
         state.update((name, sent[first[p]]) for name, p in parameters.items() if name in state and first[p] in sent)
-        log_round(self.defense, len(sent), len(buffers))
-        facts = MetricRecord({"num-examples": len(self._private), **metrics})
-        content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
-        return Message(content, reply_to=self._message)
+        return state, list(sent), buffers
 
 
 def protect(
@@ -105,22 +124,32 @@ def protect(
     public: Any = None,
     record: str = "arrays",
     cache: Path | None = None,
-    **task: Unpack[TaskOptions],
+    **options: Unpack[GuardOptions],
 ) -> Guard:
     """A guard for this round's training on `data` ((x, y) tensors or a torch Dataset, pixels in [0, 1]).
 
     The model in the message's array record `record` is checked before it is used. The client's secret and, with a
     data-stage defense, its protected images are kept in `context.state`: a round must not show a second encoding of them.
-    `task` may give num_classes, loss, mean and std.
+    `options` may give num_classes, loss, mean and std of the task, `buffers`, a `deadline` and a file for `evidence`.
+    Buffers, such as BatchNorm's statistics, are withheld (the received ones go back) unless `buffers="send"`.
     """
+    check_names(options, GuardOptions.__annotations__)
     method, private = parse(defense), as_batch(data)
     if record not in message.content.array_records:
         raise UserError(f"the message has no array record '{record}'; name the model's with record=.")
     module = network(model, method, private.image_shape)
     receive(module, message.content.array_records[record])
-    setup = setup_for(module, private, public, cache, **task)
-    client = prepare_client(_UntilUpdate(method), LocalTraining(), setup, message_streams(message, context))
-    guard = Guard(module, client, method, message, record, private)
+    door = Door(
+        "guard",
+        method,
+        buffers=options.get("buffers", "withhold"),
+        deadline=options.get("deadline"),
+        evidence=options.get("evidence"),
+    )
+    setup = setup_for(module, private, public, cache, options)
+    streams = message_streams(context, message.metadata.message_id, received_arrays(message.content))
+    client = prepare_client(_UntilUpdate(method, options.get("deadline"), remote=True), LocalTraining(), setup, streams)
+    guard = Guard(module, client, door, message, record, private)
     if "data" in method.stages:
         guard.encode(context)
     return guard

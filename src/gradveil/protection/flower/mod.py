@@ -7,10 +7,16 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from typing_extensions import Unpack
+
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import Streams
 from gradveil.defenses import Defense
-from gradveil.protection.flower.arrays import STATISTICS, Arrays, Sends, protect_arrays, update_defense
+from gradveil.defenses.base import Refused
+from gradveil.protection.door import Door, DoorOptions
+from gradveil.protection.flower.arrays import STATISTICS, Arrays, Kinds, Sends, check_values, protected_arrays, update_defense
+from gradveil.protection.flower.messages import numpy_arrays
+from gradveil.protection.loop import check_names
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -19,43 +25,80 @@ Handler = Callable[["Message", "Context"], "Message"]
 Mod = Callable[["Message", "Context", Handler], "Message"]
 Records = Mapping[str, Arrays]  # array records by name
 _SECRET = "gradveil-secret"
-_BETWEEN = "\x1f"  # record and array as one name, for a defense that looks at the whole update
+_BETWEEN = "/"  # record and array as one name, for a defense that looks at the whole update
 
 
 def mod(
-    defense: str | Defense, *, untouched: Iterable[str] = STATISTICS, passed: Iterable[str] = (), sends: Sends = "weights"
+    defense: str | Defense,
+    *,
+    untouched: Iterable[str] = STATISTICS,
+    passed: Iterable[str] = (),
+    sends: Sends = "weights",
+    **options: Unpack[DoorOptions],
 ) -> Mod:
     """A mod that applies an update-stage defense to what a training function returns.
 
     All array records of a reply are one update; each is compared with the record of its name in the message, or with the
-    only one where there is one. A record that was not received is not let out, unless `passed` names it. `untouched` and
-    `sends` are as for `protect_arrays`. Put it last in the list of mods if others change the arrays too.
+    only one where there is one. A record that was not received is not let out, unless `passed` names it: it then leaves
+    unprotected if it is finite, and the log says so. Arrays in replies to other messages than training are not let out
+    either. `untouched`, `sends` and `options` are as for `protect_arrays`. Put it last in the list of mods if others change
+    the arrays too.
     """
-    method, patterns, open_records = update_defense(defense), tuple(untouched), set(passed)
+    check_names(options, DoorOptions.__annotations__)
+    door, kinds, open_records = Door("mod", update_defense(defense), **options), Kinds(tuple(untouched), sends), set(passed)
 
     def protect_reply(message: Message, context: Context, call_next: Handler) -> Message:
-        from flwr.app import Array, ArrayRecord
-
-        if message.metadata.message_type.partition(".")[0] != "train":
-            return call_next(message, context)
-        received, rng = _arrays(message.content), message_streams(message, context)("update")
+        number = message.metadata.group_id
+        trains = message.metadata.message_type.partition(".")[0] == "train"
+        try:
+            with door.round(number):
+                received = received_arrays(message.content) if trains else {}
+                streams = message_streams(context, message.metadata.message_id, received) if trains else None
+        except UserError as error:
+            return _refusal(message, str(error))
         reply = call_next(message, context)
         if reply.has_error():
             return reply
-        sent = {key: arrays for key, arrays in _arrays(reply.content).items() if key not in open_records}
         try:
-            before = _joined({key: _counterpart(key, sent, received, sends) for key in sent})
-            done = protect_arrays(before, _joined(sent), method, untouched=patterns, sends=sends, rng=rng)
+            with door.round(number):
+                content = received_arrays(reply.content)
+                closed = {key: arrays for key, arrays in content.items() if key not in open_records}
+                if streams is None and closed:
+                    raise Refused(f"the array record '{min(closed)}' is no answer to training; nothing is sent.")
+                if streams is None:
+                    return reply
+                before = _joined({key: _counterpart(key, closed, received, kinds.sends) for key in closed})
+                outgoing = protected_arrays(door, before, _joined(closed), kinds, streams("update"))
+                more = {key: _passed(key, content[key], received) for key in content if key in open_records}
+                outgoing.let_out(door, number, _joined(more))
         except UserError as error:
-            return _refusal(message, str(error).replace(_BETWEEN, "/"))
-        for key, arrays in sent.items():
-            reply.content[key] = ArrayRecord({name: Array(done[key + _BETWEEN + name]) for name in arrays})
+            return _refusal(message, str(error))
+        _replace(reply.content, closed, outgoing.arrays)
         return reply
 
     return protect_reply
 
 
-def message_streams(message: Message, context: Context) -> Streams:
+def _replace(content: RecordDict, records: Records, arrays: Arrays) -> None:
+    """Put these arrays in the place of what the training function returned."""
+    from flwr.app import Array, ArrayRecord
+
+    for key, names in records.items():
+        content[key] = ArrayRecord({name: Array(arrays[key + _BETWEEN + name]) for name in names})
+
+
+def _passed(key: str, arrays: Arrays, received: Records) -> Arrays:
+    """A record that leaves as it is: real and finite numbers, and what was received with its names, shapes and kinds."""
+    for name, array in arrays.items():
+        check_values(f"{key}/{name}", array)
+    if key in received:
+        kinds = ({name: (a.shape, a.dtype) for name, a in record.items()} for record in (arrays, received[key]))
+        if next(kinds) != next(kinds):
+            raise Refused(f"the array record '{key}' has other names, shapes or kinds than it was received with.")
+    return arrays
+
+
+def message_streams(context: Context, message_id: str, received: Records) -> Streams:
     """Random streams for the answer to one message.
 
     They depend on the client's secret, the message, every array received (the same message with another model must not
@@ -65,15 +108,18 @@ def message_streams(message: Message, context: Context) -> Streams:
 
     if _SECRET not in context.state.config_records:
         context.state[_SECRET] = ConfigRecord({"secret": secrets.token_bytes(32)})
-    key = hashlib.sha256(repr((context.state.config_records[_SECRET]["secret"], message.metadata.message_id)).encode())
-    for record, arrays in _arrays(message.content).items():
+    key = hashlib.sha256(repr((context.state.config_records[_SECRET]["secret"], message_id)).encode())
+    for record, arrays in received.items():
         for name, array in arrays.items():
             key.update(repr((record, name, array.dtype.str, array.shape)).encode() + array.tobytes())
     return Streams(key.digest())
 
 
 def _joined(records: Records) -> Arrays:
-    return {key + _BETWEEN + name: array for key, arrays in records.items() for name, array in arrays.items()}
+    joined = {key + _BETWEEN + name: array for key, arrays in records.items() for name, array in arrays.items()}
+    if len(joined) != sum(map(len, records.values())):
+        raise Refused("two arrays of the reply have one name; nothing is sent.")
+    return joined
 
 
 def _counterpart(key: str, sent: Records, received: Records, sends: Sends) -> Arrays:
@@ -83,14 +129,14 @@ def _counterpart(key: str, sent: Records, received: Records, sends: Sends) -> Ar
         return received[key]
     if len(received) == len(sent) == 1:
         return next(iter(received.values()))
-    raise UserError(
+    raise Refused(
         f"the array record '{key}' was not received, so there is no update to protect in it; nothing is sent. "
         "If it is meant to leave as it is, name it in passed."
     )
 
 
-def _arrays(content: RecordDict) -> Records:
-    return {key: {name: a.numpy() for name, a in record.items()} for key, record in content.array_records.items()}
+def received_arrays(content: RecordDict) -> Records:
+    return {key: numpy_arrays(record) for key, record in content.array_records.items()}
 
 
 def _refusal(message: Message, reason: str) -> Message:

@@ -1,0 +1,41 @@
+"""Arrays in Flower's messages, read as what they are: input from a stranger."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.core.text import shorten
+
+if TYPE_CHECKING:
+    from flwr.app import Array, ArrayRecord
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def numpy_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """The arrays of a record by name, as copies; refused where the bytes are not what they claim to be."""
+    return {name: _numpy(name, array) for name, array in record.items()}
+
+
+def _numpy(name: str, array: Array) -> NDArray[Any]:
+    stream = io.BytesIO(array.data)
+    try:
+        if array.stype != "numpy.ndarray":
+            raise ValueError(f"it is written as {shorten(array.stype, 40)}")
+        shape, _, kind = _HEADERS[np.lib.format.read_magic(stream)](stream)
+        size = len(array.data) - stream.tell()
+        if kind.hasobject or math.prod(shape) * kind.itemsize != size:  # before memory is taken for it
+            raise ValueError(f"{size} bytes do not hold {shape_text(shape)} values of {kind}")
+        stream.seek(0)
+        values: NDArray[Any] = np.load(stream, allow_pickle=False)
+    except (ValueError, KeyError, TypeError, OverflowError, EOFError, OSError, SyntaxError, MemoryError) as error:
+        raise UserError(f"the array '{name}' cannot be read ({one_line(error)}).") from None
+    if values.shape != tuple(array.shape) or str(values.dtype) != array.dtype:
+        raise UserError(f"the array '{name}' holds {values.dtype} values, not the {array.dtype} ones it claims.")
+    return values
