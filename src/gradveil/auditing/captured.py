@@ -26,12 +26,14 @@ from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.settings import first_error
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Shape, Tensors, Update
+from gradveil.data.raw import MAX_CHANNELS, MAX_CLASSES, MAX_SIDE
 from gradveil.storage.files import write_atomic, write_json, write_tensors
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
 
 Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Mean = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-1e6, le=1e6)]
+Std = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6, le=1e6)]
+MAX_PIXELS = 1 << 26  # of all images of a batch together, in all channels; an attack holds several copies of them
 
 
 class CapturedSpec(BaseModel):
@@ -41,12 +43,14 @@ class CapturedSpec(BaseModel):
 
     input_shape: Shape | None = Field(None, description="Shape of one image: C,H,W.")
     num_classes: Annotated[int | None, Option("classes")] = Field(
-        None, strict=True, ge=1, le=10**6, description="Outputs of the model."
+        None, strict=True, ge=1, le=MAX_CLASSES, description="Outputs of the model."
     )
-    mean: tuple[Number, ...] | None = Field(None, description="Of the pixels, one value per channel: 0.5,0.4,0.4.")
-    std: tuple[Positive, ...] | None = Field(None, description="Of the pixels, one value per channel.")
+    mean: tuple[Mean, ...] | None = Field(
+        None, max_length=MAX_CHANNELS, description="Of the pixels, one value per channel: 0.5,0.4,0.4."
+    )
+    std: tuple[Std, ...] | None = Field(None, max_length=MAX_CHANNELS, description="Of the pixels, one value per channel.")
     local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Local steps behind a weight delta.")
-    lr: float | None = Field(None, gt=0, lt=1e6, description="Learning rate behind a weight delta.")
+    lr: float | None = Field(None, strict=True, gt=0, lt=1e6, description="Learning rate behind a weight delta.")
     batch_size: Size | None = Field(None, description="Images behind the update. [of the file, or 1]")
     labels: tuple[int, ...] | None = Field(None, description="Labels, if they are known: 3,7. [inferred]")
     loss: Any = Field(DEFAULT, description="Name, or pkg.mod:factory.")
@@ -60,8 +64,10 @@ class CapturedSpec(BaseModel):
     @classmethod
     def _three_sizes(cls, value: object) -> object:
         sizes = value if isinstance(value, (list, tuple)) else ()
-        if value is not None and (len(sizes) != 3 or not all(type(n) is int and 0 < n <= 4096 for n in sizes)):
-            raise ValueError(f"{value} is not channels, height, width")
+        limits = (MAX_CHANNELS, MAX_SIDE, MAX_SIDE)
+        fits = len(sizes) == 3 and all(type(n) is int and 0 < n <= most for n, most in zip(sizes, limits, strict=True))
+        if value is not None and not fits:
+            raise ValueError(f"not channels, height, width of at most {shape_text(limits)}")
         return value
 
     @field_validator("mean", "std", mode="before")
@@ -160,12 +166,16 @@ def _spec(facts: dict[str, Any], options: dict[str, Any]) -> CapturedSpec:
 def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str) -> Observation:
     if spec.input_shape is None:
         raise UserError("the update does not say its images' shape: give --input-shape C,H,W.")
+    _check_size(spec, model, sent, name)
     function = ModelFunction(_module(model, spec.input_shape, spec.num_classes), find_loss(spec.loss))
     state, sent = _start(spec, function, sent)
     tensors = fit_to_model(name, sent.tensors, function.parameters(state))
     images = spec.batch_size or sent.examples
-    if images > 4096:
-        raise UserError(f"the update says that {images} images are behind it; attacks take at most 4096.")
+    if images > 4096 or images * math.prod(spec.input_shape) > MAX_PIXELS:
+        size = shape_text(spec.input_shape)
+        raise UserError(
+            f"{images} images of {size} are said to be behind the update; attacks take at most 4096, or fewer large ones."
+        )
     update, training = _as_gradient(Update(tensors, sent.kind, images), spec)
     outputs = _outputs(function, state, spec.input_shape)
     if spec.num_classes not in (None, outputs):
@@ -174,6 +184,19 @@ def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str)
     task = Task(function, spec.input_shape, outputs, mean, std, takes_classes(function.loss_fn, outputs))
     seen = observe(task, [Sighting(state, update)], level=spec.knowledge, training=training)
     return seen if spec.labels is None else _with_labels(seen, spec.labels)
+
+
+def _check_size(spec: CapturedSpec, model: object, sent: Update | None, name: str) -> None:
+    """Refuse an update that does not fit a model with a name, before memory is taken for the model.
+
+    Its shape and classes may come from the file, which may claim any.
+    """
+    if not isinstance(model, str) or spec.input_shape is None or spec.num_classes is None:
+        return
+    shapes = models.parameter_shapes(model, input_shape=spec.input_shape, num_classes=spec.num_classes)
+    tensors = sent.tensors if sent else load_tensors(spec.before or "")[0]
+    if shapes is not None:
+        fit_to_model(name if sent else str(spec.before), {n: t for n, t in tensors.items() if sent or n in shapes}, shapes)
 
 
 def _start(spec: CapturedSpec, function: ModelFunction, sent: Update | None) -> tuple[Tensors, Update]:

@@ -111,7 +111,8 @@ def _kind(field: FieldInfo) -> Any:
 
 def _is_numeric(kind: object) -> bool:
     """Numbers stand in one option, with commas; texts are given by repeating it."""
-    return get_origin(kind) is tuple and get_args(kind)[0] in (int, float)
+    item = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return (get_args(item)[0] if get_origin(item) is Annotated else item) in (int, float)
 
 
 def _take(values: dict[str, object], cls: type, prefix: str = "") -> Given[object]:

@@ -40,6 +40,15 @@ def build(spec: str | nn.Module | Callable[..., object], *, input_shape: Shape, 
     return model
 
 
+def parameter_shapes(text: str, *, input_shape: Shape, num_classes: int) -> dict[str, Tensor] | None:
+    """Trainable parameters without values, so that they take no memory; None where the model is a user's own code."""
+    if _IMPORT.fullmatch(text.strip()):
+        return None
+    with torch.device("meta"):
+        model = MODELS.parse(text).build(input_shape, num_classes)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def _from_text(text: str, input_shape: Shape, num_classes: int) -> nn.Module:
     imported = _IMPORT.fullmatch(text)
     if imported and imported["path"] not in MODELS:

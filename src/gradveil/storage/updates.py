@@ -5,18 +5,22 @@ and shapes must be those of the model it belongs to. No pickle is ever loaded.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import UserError, shape_text
+from gradveil.core.errors import UserError, shape_text, shown
 from gradveil.core.types import Kind, Tensors, Update
 from gradveil.storage.files import write_tensors
+from gradveil.storage.reading import parse_json
 from gradveil.storage.tensor_file import open_tensors
 
 MAX_BYTES = 2 << 30
+MAX_FACTS = 100
+MAX_FACT = 1 << 16  # bytes
 KINDS: tuple[Kind, ...] = ("gradient", "delta")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,18 +37,21 @@ def load_update(path: str | Path) -> tuple[Update, dict[str, object]]:
     text = metadata.pop("kind", "gradient")
     kind = next((kind for kind in KINDS if kind == text), None)
     if kind is None:
-        raise UserError(f"{path}: kind {text!r} is neither 'gradient' nor 'delta'.")
+        raise UserError(f"{path}: kind {shown(text)} is neither 'gradient' nor 'delta'.")
     examples = metadata.pop("examples", "1")
-    if not examples.isdecimal() or not 1 <= int(examples) <= 1_000_000:
-        raise UserError(f"{path}: 'examples' is '{examples}', not a number of images.")
+    if not re.fullmatch("[1-9][0-9]{0,5}", examples, re.ASCII):
+        raise UserError(f"{path}: 'examples' is {shown(examples)}, not a number of images.")
     metadata.pop("gradveil", None)
+    if len(metadata) > MAX_FACTS:
+        raise UserError(f"{path}: {len(metadata):,} facts in its metadata; at most {MAX_FACTS} are read.")
     return Update(tensors, kind, int(examples)), {key: _decoded(value) for key, value in metadata.items()}
 
 
 def _decoded(text: str) -> object:
+    """A fact as it was saved; a text that is not JSON, or exceeds its limits, stays text."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text, "metadata", MAX_FACT)
+    except UserError:
         return text
 
 
