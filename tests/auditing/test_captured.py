@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,3 +321,48 @@ def test_the_command_takes_two_checkpoints(elsewhere: Path, image: Tensor) -> No
     assert main(["attack", *COMMAND[2:], *SPACE, *files, "--out", "rebuilt", "--quiet"]) == 0
     found = load_file(elsewhere / "rebuilt" / "rgap.safetensors")["images"]
     assert float(psnr(image, found).min()) >= 30
+
+
+HOSTILE: dict[str, dict[str, str]] = {
+    "forty million classes": {"num_classes": "40000000"},
+    "a text": {"num_classes": '"10"'},
+    "a float": {"num_classes": "10.0"},
+    "negative classes": {"num_classes": "-5"},
+    "a list": {"num_classes": "[10]"},
+    "a truth value": {"num_classes": "true"},
+    "thousands of digits": {"num_classes": "1" * 5000},
+    "5,000 digits of examples": {"examples": "9" * 5000},
+    "examples in other digits": {"examples": "\u0665"},
+    "nested": {"num_classes": "[" * 100_000},
+    "nested mappings": {"mean": '{"a":' * 100_000},
+    "a mean of 401 digits": {"mean": f"[1{'0' * 400}]"},
+    "an infinite mean": {"mean": "[1e400]"},
+    "no mean": {"mean": "[NaN]"},
+    "a mean of truth values": {"mean": "[true]"},
+    "a mean per pixel": {"mean": "[" + "0.5," * 20_000 + "0.5]"},
+    "a tiny deviation": {"std": "[1e-300]"},
+    "a truth value as channels": {"input_shape": "[true, 28, 28]"},
+    "large images": {"input_shape": "[64, 1024, 1024]"},
+    "images that fill memory": {"input_shape": "[64, 100000, 100000]"},
+    "many large images": {"input_shape": "[1, 1024, 1024]", "examples": "4000"},
+    "no learning rate": {"kind": "delta", "lr": '"0.1"'},
+    "many steps": {"kind": "delta", "lr": "0.1", "local_steps": "1000000000"},
+    "many facts": {f"fact {i}": "1" for i in range(1000)},
+}
+
+
+@pytest.mark.parametrize("model", ["lenet", "smlp", "network"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_metadata_is_checked_before_memory_is_taken(case: str, model: str, tmp_path: Path, image: Tensor) -> None:
+    """A model with a name is built from the numbers of the file, so its size is compared with the file's first."""
+    metadata = {"input_shape": json.dumps(SHAPE), "num_classes": "4", **HOSTILE[case]}
+    save_file(gradient(network(), image, [LABEL]), tmp_path / "u.safetensors", metadata=metadata)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chosen = network() if model == "network" else model
+    refused(lambda: gv.attack_update(tmp_path / "u.safetensors", chosen, attacks=["rgap"]))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
+
+
+def test_normalisation_is_given_by_channel(elsewhere: Path) -> None:
+    assert main([*COMMAND, "--input-shape", "1,12,12", "--mean", "0.5,0.4", "--std", "0.2"]) == 2
+    assert main([*COMMAND, "--input-shape", "1x12x12", "--mean", "0.5", "--std", "0.25", "--quiet"]) == 0

@@ -33,6 +33,7 @@ from gradveil.storage.updates import difference, fit_to_model, load_tensors, loa
 Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Mean = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-1e6, le=1e6)]
 Std = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6, le=1e6)]
+MAX_IMAGE = 1 << 23  # numbers of one image
 MAX_PIXELS = 1 << 26  # of all images of a batch together, in all channels; an attack holds several copies of them
 
 
@@ -66,8 +67,8 @@ class CapturedSpec(BaseModel):
         sizes = value if isinstance(value, (list, tuple)) else ()
         limits = (MAX_CHANNELS, MAX_SIDE, MAX_SIDE)
         fits = len(sizes) == 3 and all(type(n) is int and 0 < n <= most for n, most in zip(sizes, limits, strict=True))
-        if value is not None and not fits:
-            raise ValueError(f"not channels, height, width of at most {shape_text(limits)}")
+        if value is not None and not (fits and math.prod(sizes) <= MAX_IMAGE):
+            raise ValueError(f"not channels, height, width of at most {shape_text(limits)} and {MAX_IMAGE:,} numbers in all")
         return value
 
     @field_validator("mean", "std", mode="before")

@@ -6,7 +6,11 @@ A file is imported when its command is called, so that `gradveil --help` needs n
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,10 @@ from gradveil.core.text import plain
 
 if TYPE_CHECKING:
     import click
+
+STOPPED = 130  # exit code, as shells have it
+MAX_LINE = 1000  # characters of an error: what a user wrote may be long
+PATIENCE = 3.0  # seconds for stopping in order
 
 COMMANDS = {
     "audit": "Attack the updates of a model under each defense; report leaks.",
@@ -52,6 +60,12 @@ class _Commands(typer.core.TyperGroup):
 
         return parser_of(importlib.import_module(f"gradveil.cli.{cmd_name}").command)
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # typer would end without a word
+            raise typer.Abort from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
@@ -76,25 +90,60 @@ def _root(
         typer.echo(context.get_help())
 
 
+class _Interrupts:
+    """Ctrl-C. The first one stops the work. While it stops, others are ignored; after a few seconds they end the process."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self._first is None:
+            self._first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - self._first > PATIENCE:
+            os._exit(STOPPED)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C."""
+    ours = arguments is None and threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _Interrupts())
+    try:
+        code = _run(arguments)
+    except (KeyboardInterrupt, typer.Abort):
+        print("gradveil: stopped; what was finished is kept.", file=sys.stderr)
+        code = STOPPED
+    if ours and code == STOPPED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to stop but the interpreter
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Not list(…): in this package that name is a command.
         words = None if arguments is None else [*arguments]
+        if any("\0" in word for word in words or ()):
+            return _refuse("the command holds a zero byte; leave it out.")
         code = app(args=words, prog_name="gradveil", standalone_mode=False)
     except UserError as error:
         return _refuse(str(error))
     except OSError as error:
         from gradveil.storage.files import no_space
 
-        if not no_space(error):
+        if no_space(error):
+            return _refuse("no space left on the disk; what is finished is kept, and the same command resumes.")
+        if error.filename is None:  # not about a path of the user's
             raise
-        return _refuse("no space left on the disk; what is finished is kept, and the same command resumes.")
+        return _refuse(f"{error.filename}: {(error.strerror or str(error)).lower()}.")
     except _USAGE_ERROR as error:
         return _refuse(getattr(error, "format_message", error.__str__)())
     return code if isinstance(code, int) else 0
 
 
 def _refuse(text: str) -> int:
-    print("gradveil:", plain(" ".join(text.split())), file=sys.stderr)
+    line = plain(" ".join(text.split()))
+    print(
+        "gradveil:", line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} … {line[-MAX_LINE // 2 :]}", file=sys.stderr
+    )
     return 2

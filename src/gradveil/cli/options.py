@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -19,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.models import ParameterInfo
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shown
 from gradveil.core.options import nested_class, option_of, types_of
 from gradveil.core.settings import build, default_of, fields_of
 
@@ -30,6 +31,7 @@ Command = Callable[..., int | None]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 T = TypeVar("T")
 
+MAX_NAME, MAX_PATH = 255, 4095  # bytes, as file systems have it
 _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 _NO_DEFAULT = (None, False, PydanticUndefined, inspect.Parameter.empty)
 
@@ -70,6 +72,9 @@ def with_options(command: Command) -> Command:
             parameters.append(_parameter(name, kind, copy.copy(info), parameter.default))
 
     def run(**values: object) -> int | None:
+        for value in values.values():
+            if isinstance(value, Path):
+                check_path(value)
         arguments: dict[str, object] = {}
         for name, cls in classes.items():
             fields, of = _take(values, cls), command.__module__.rpartition(".")[2]
@@ -79,6 +84,13 @@ def with_options(command: Command) -> Command:
     run.__doc__ = command.__doc__
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     return run
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path that no file can have, before anything is done for it."""
+    parts = [os.fsencode(part) for part in path.parts]
+    if max(map(len, parts), default=0) > MAX_NAME or len(os.fsencode(path)) > MAX_PATH:
+        raise UserError(f"{shown(str(path))} cannot be the name of a file or folder; give a shorter one.")
 
 
 def _parameters(cls: type, prefix: str = "") -> list[inspect.Parameter]:

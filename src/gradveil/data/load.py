@@ -118,10 +118,10 @@ def _classes(raw: Raw, expected: int | None, named: NamedSet | None, name: str) 
         count = int(labels.max()) + 1
         if missing := sorted(set(range(min(count, len(labels) + 1))) - set(labels.tolist())):
             raise UserError(f"{name}: no image has label {missing[0]}, but labels reach {count - 1}; number them without gaps.")
-    if labels.max() >= count:
-        raise UserError(f"{name}: labels reach {labels.max()}, but there are {count} classes (numbered from 0).")
     if count > MAX_CLASSES or any(len(text) > MAX_NAME for text in class_names):
         raise UserError(f"{name}: at most {MAX_CLASSES:,} classes are read, with names of at most {MAX_NAME:,} characters.")
+    if labels.max() >= count:
+        raise UserError(f"{name}: labels reach {labels.max()}, but there are {count} classes (numbered from 0).")
     if count < 2:
         raise UserError(f"{name}: all images are of one class; at least two are needed.")
     return count, (*class_names[:count], *(str(i) for i in range(len(class_names), count)))
