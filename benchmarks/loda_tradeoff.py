@@ -39,7 +39,7 @@ def likeness(original: Batch, shown: Tensor, pool: Batch) -> dict[str, float]:
         "psnr": float(psnr(original.x, shown).mean()),
         "psnr_max": float(psnr(original.x, shown).max()),
         "ssim": float(ssim(original.x, shown).mean()),
-        "correlation": float(seen.correlation.mean()),
+        "correlation": float(seen.likeness.mean()),
         "sign": float((a * b).sum(dim=1).sign().mean()),
         "identified": float(seen.identified.float().mean()),
     }

@@ -135,7 +135,7 @@ def measured(name: str, summary: Summary) -> list[str]:
                 f"| `{defense.spec}` | `{attack.spec}` | {attack.against} | {psnr.mean:.1f} | {ssim.mean:.2f} "
                 f"| {attack.asr:.2f} | {sure} | {cosine} |"
             )
-    verdicts = [f"`{d.spec}` {d.judgement}" for d in rows]
+    verdicts = [f"`{d.spec}` {d.verdict}" for d in rows]
     return [*lines, "", f"Verdict: {', '.join(verdicts)}.", ""]
 
 

@@ -68,7 +68,7 @@ def row(defense: DefenseRow) -> str:
     cosine = "" if defense.cosine is None else f"{defense.cosine:.2f}"
     return (
         f"| `{defense.spec}` | `{best.spec}` | {mean(worst.psnr, 1)} | {mean(worst.ssim, 2)} "
-        f"| {worst.asr:.2f} | {rate(worst.identified)} | {cosine} | {defense.judgement} |"
+        f"| {worst.asr:.2f} | {rate(worst.identified)} | {cosine} | {defense.verdict} |"
     )
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gradveil import __version__
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, Rate, ScoreRow, Statistic
-from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary, Worst
+from gradveil.summary import AttackRow, CaseFacts, DefenseRow, LeakTest, Summary, Worst
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "reference" / "summary.schema.json"
 CASE: dict[str, Any] = {
@@ -20,6 +20,11 @@ CASE: dict[str, Any] = {
     "trained_rounds": 0, "trained_epochs": 0, "updates": 1, "knowledge": "realistic", "budget": "quick", "seed": 0,
     "input_shape": (1, 8, 8), "num_classes": 2, "class_names": ("a", "b"),
 }  # fmt: skip
+
+TEST = LeakTest(
+    statistic=9.0, null_mean=2.0, p=0.001, level=0.05, draws=999, strangers=40, untested=0, smallest_p=0.001,
+    control_rate=1.0, control_null=0.02, power=1.0, detectable=0.2,
+)  # fmt: skip
 
 
 def attack(spec: str, rate: float, ssim: float = 0.1, **fields: Any) -> AttackRow:
@@ -33,10 +38,10 @@ def attack(spec: str, rate: float, ssim: float = 0.1, **fields: Any) -> AttackRo
 
 def defense(spec: str, *attacks: AttackRow) -> DefenseRow:
     rate = Rate(rate=0.5, low=0.1, high=0.9, chance=0.001)
-    worst = Worst(identified=rate, scored=8, attacks=2, recognised=1, by_victim=())
+    worst = Worst(identified=rate, scored=8, attacks=2, by_victim=())
     return DefenseRow(
-        spec=spec, stage=("update",), counter=(), scope="the scope", verdict="leaks", warnings=(), utility=None,
-        gradient=None, attacks=attacks, worst=worst,
+        spec=spec, stage=("update",), counter=(), scope="the scope", verdict="leaks", test=TEST, warnings=(),
+        utility=None, gradient=None, attacks=attacks, worst=worst,
     )  # fmt: skip
 
 
@@ -45,7 +50,7 @@ def summary() -> Summary:
     defenses = (defense("none", attack("ig", 1.0)), defense("clip", attack("ig", 0.5), attack("dlg", 0.0)))
     return Summary(
         gradveil=__version__, suite="standard-v2", command=None, scope="the scope", case=CaseFacts(**CASE),
-        granted=(), not_tested=(), warnings=(), defenses=defenses, baseline=ScoreRow(),
+        granted=(), not_tested=(), warnings=(), victims_needed=(), defenses=defenses, baseline=ScoreRow(),
     )  # fmt: skip
 
 
@@ -67,7 +72,9 @@ def test_fields_of_the_design_stand_under_their_names(summary: Summary) -> None:
     case = "data model victims batch_size local_steps trained_rounds knowledge seed"
     assert set(case.split()) <= stored["case"].keys()
     row = stored["defenses"][1]
-    assert {"spec", "stage", "counter", "utility", "gradient", "attacks", "worst", "verdict"} <= row.keys()
+    assert {"spec", "stage", "counter", "utility", "gradient", "attacks", "worst", "test", "verdict"} <= row.keys()
+    named = "statistic null_mean p level draws strangers untested control_rate detectable"
+    assert set(named.split()) <= row["test"].keys()
     figures = "psnr ssim mse lpips asr identified"
     named = f"spec status adaptive knowledge against updates scored {figures} label_accuracy seconds iterations"
     assert set(named.split()) <= row["attacks"][0].keys()
@@ -121,7 +128,7 @@ def test_fields_of_a_later_version_are_ignored_and_terms_of_a_case_kept(summary:
 
 def test_nothing_in_a_summary_can_be_changed(summary: Summary) -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        summary.defenses[0].verdict = None  # type: ignore[misc]
+        summary.defenses[0].verdict = "unrefuted"  # type: ignore[misc]
 
 
 def test_attacks_are_ranked_by_what_they_got_and_those_that_did_not_run_are_last() -> None:

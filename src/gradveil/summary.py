@@ -19,11 +19,67 @@ from gradveil.storage.run_folder import read_record
 SCHEMA: Final = 2
 CONTROL = "none"  # the defense that changes nothing: what the attacks get there shows how strong they are
 
-Verdict = Literal["leaks", "no leak shown", "unrefuted"]
+Verdict = Literal["leaks", "cannot tell", "unrefuted", "no leak shown"]  # in order of precedence
 LEAKS: Final = "leaks"
-NO_LEAK: Final = "no leak shown"
+CANNOT_TELL: Final = "cannot tell"
 UNREFUTED: Final = "unrefuted"
-NOT_JUDGED = "not judged"  # shown where there is no verdict, because no attack ran
+NO_LEAK: Final = "no leak shown"
+
+# What a reader must know beside a verdict; docs/verdicts.md has a section of the same name for each.
+NoticeCode = Literal[
+    "no-control",
+    "control-does-not-leak",
+    "control-leaks-little",
+    "few-victims",
+    "few-strangers",
+    "untested-victims",
+    "no-classes",
+    "weak-attacks",
+    "granted-more",
+    "no-attack-ran",
+    "attacks-failed",
+    "images-failed",
+    "no-updates",
+    "single-draw",
+    "zero-updates",
+    "broken-updates",
+    "unknown-counter",
+]
+
+
+class Notice(Record):
+    """One warning."""
+
+    code: NoticeCode
+    text: StorableText
+
+
+class LeakTest(Record):
+    """The test behind a verdict: victims against strangers of their class."""
+
+    statistic: float
+    null_mean: float  # of the statistic, victims and strangers exchanged
+    p: float
+    level: float
+    draws: int
+    strangers: int
+    untested: int  # victims whose class has no stranger
+    smallest_p: float  # that this number of victims and strangers could give
+    control_rate: float  # share of tested victims that are identified without a defense
+    control_null: float  # the same share, victims and strangers exchanged
+    power: float  # against half of the control's excess over that
+    detectable: float | None  # smallest share of leaking images seen with 80% power; None: not even all
+
+    @property
+    def leaks(self) -> bool:
+        return self.p <= self.level
+
+
+class VictimsNeeded(Record):
+    """How many victims an audit needs to see a leak of a share of the images with 80% power."""
+
+    share: float
+    victims: int | None  # None: more than the private images allow
 
 
 class CaseFacts(Record):
@@ -81,9 +137,8 @@ class VictimWorst(Record):
 class Worst(ScoreStatistics):
     """Over all images, each under the attack that got most of it."""
 
-    identified: Rate  # its chance counts every attack
+    identified: Rate
     attacks: int
-    recognised: int  # images that are identified and recognisable
     by_victim: tuple[VictimWorst, ...]
 
 
@@ -105,8 +160,9 @@ class DefenseRow(Record):
     stage: tuple[StorableText, ...]
     counter: tuple[StorableText, ...]  # attacks that are built to break it
     scope: StorableText
-    verdict: Verdict | None  # None: no attack ran
-    warnings: tuple[StorableText, ...]
+    verdict: Verdict
+    test: LeakTest | None  # None: no attack ran
+    warnings: tuple[Notice, ...]
     utility: UtilityRow | None
     gradient: GradientChange | None
     attacks: tuple[AttackRow, ...]
@@ -115,11 +171,6 @@ class DefenseRow(Record):
     @property
     def control(self) -> bool:
         return self.spec == CONTROL
-
-    @property
-    def judgement(self) -> str:
-        """The verdict in words."""
-        return self.verdict or NOT_JUDGED
 
     @property
     def ranked(self) -> list[AttackRow]:
@@ -162,7 +213,8 @@ class Summary(Record):
     case: CaseFacts
     granted: tuple[StorableText, ...]
     not_tested: tuple[StorableText, ...]
-    warnings: tuple[StorableText, ...]
+    warnings: tuple[Notice, ...]
+    victims_needed: tuple[VictimsNeeded, ...]
     defenses: tuple[DefenseRow, ...]
     baseline: ScoreRow | None  # what an adversary gets with no update at all
 

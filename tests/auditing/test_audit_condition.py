@@ -7,7 +7,7 @@ import pytest
 from gradveil.auditing.condition import Condition
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate, Statistic
-from gradveil.summary import DefenseRow, UtilityRow, Worst
+from gradveil.summary import DefenseRow, LeakTest, UtilityRow, Worst
 
 DEFENSE = DefenseRow(
     spec="prune",
@@ -15,6 +15,20 @@ DEFENSE = DefenseRow(
     counter=(),
     scope="",
     verdict="leaks",
+    test=LeakTest(
+        statistic=9.0,
+        null_mean=2.0,
+        p=0.001,
+        level=0.05,
+        draws=999,
+        strangers=40,
+        untested=0,
+        smallest_p=0.001,
+        control_rate=1.0,
+        control_null=0.02,
+        power=1.0,
+        detectable=0.2,
+    ),
     warnings=(),
     utility=None,
     gradient=None,
@@ -24,7 +38,6 @@ DEFENSE = DefenseRow(
         asr=0.5,
         identified=Rate(rate=0.5, low=0.1, high=0.9, chance=0.01),
         attacks=1,
-        recognised=1,
         by_victim=(),
     ),
 )
@@ -41,6 +54,8 @@ DEFENSE = DefenseRow(
         ("not (verdict == 'leaks' or worst.asr > 1)", False),
         ("'update' in stage", True),
         ("'model' not in stage", True),
+        ("test.p <= 0.01 and test.detectable <= 0.25", True),
+        ("test.control_rate < 0.5", False),
         ("worst.identified.low > worst.identified.chance", True),
         ("verdict == 'leaks' or utility.pdm > 5", True),  # the rest is not looked at
     ],
@@ -78,7 +93,15 @@ def test_every_number_and_text_of_a_defense_can_be_asked_for():
     wanted = {f"worst.{metric}.{part}" for metric in ("psnr", "ssim", "mse", "lpips") for part in Statistic.model_fields}
     wanted |= {f"worst.identified.{part}" for part in Rate.model_fields}
     wanted |= {f"utility.{part}" for part in UtilityRow.model_fields}
-    wanted |= {"worst.asr", "worst.recognised", "gradient.cosine", "gradient.noise_ratio", "worst.scored"}
+    wanted |= {
+        "worst.asr",
+        "worst.attacks",
+        "test.p",
+        "test.detectable",
+        "gradient.cosine",
+        "gradient.noise_ratio",
+        "worst.scored",
+    }
     for field in sorted(wanted):
         assert Condition(f"{field} > 0").fields == {field}
     for field in ("spec", "verdict"):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from gradveil.core.types import Batch
-from gradveil.metrics import clopper_pearson, identification_rate, identify
+from gradveil.metrics import clopper_pearson, identification_rate, identify, likeness_table
 
 
 def make_pool(n=600, classes=2, shape=(1, 6, 6), seed=0):
@@ -34,7 +34,7 @@ def test_equals_a_slow_computation():
     assert list(zip(found.ranks.tolist(), found.distractors.tolist(), strict=True)) == expected
     assert len({rank for rank, _ in expected}) > 3  # the noise is such that ranks really differ
     correlation = [np.corrcoef(t.flatten(), g.flatten())[0, 1] for t, g in zip(truth, guess, strict=True)]
-    assert found.correlation.numpy() == pytest.approx(np.abs(correlation))
+    assert found.likeness.numpy() == pytest.approx(np.abs(correlation))
 
 
 def test_a_perfect_reconstruction_is_identified_and_another_image_is_not():
@@ -52,7 +52,7 @@ def test_brightness_contrast_and_negation_hide_nothing(seed, brightness, contras
     changed = brightness + (-contrast if negative else contrast) * guess
     before, after = (identify(pool.x[:6], pool.y[:6], g, pool) for g in (guess, changed))
     assert torch.equal(before.ranks, after.ranks)
-    assert torch.allclose(before.correlation, after.correlation)
+    assert torch.allclose(before.likeness, after.likeness)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3, float("nan"), float("inf")])
@@ -158,11 +158,45 @@ def test_clopper_pearson_at_its_ends():
         clopper_pearson(3, 2)
 
 
-def test_rate_beside_chance():
-    identified = torch.tensor([True, False, False, True])
-    assert identification_rate(identified, 0.001).chance == 0.001
-    worst = identification_rate(identified, 0.001, attacks=7)
-    assert worst.rate == 0.5
-    assert (worst.low, worst.high) == clopper_pearson(2, 4)
-    assert worst.chance == pytest.approx(0.007)
-    assert identification_rate(identified, 0.3, attacks=7).chance == 1
+def test_a_batch_is_one_trial_of_the_interval():
+    identified = torch.tensor([True, False, False, True, True, True, True, True])
+    single, paired = (identification_rate(identified, 0.001, batches) for batches in (8, 4))
+    assert single.rate == paired.rate == 0.75 and single.chance == paired.chance == 0.001
+    assert (single.low, single.high) == clopper_pearson(6, 8)
+    assert (paired.low, paired.high) == clopper_pearson(3, 4)
+    halved = identification_rate(identified[:5], 0.001, 3)  # 3 of 5 images in 3 batches: 1.8 of 3
+    assert halved.low < clopper_pearson(2, 3)[0] and halved.high > clopper_pearson(1, 3)[1]
+
+
+def slow_likeness(image, answers):
+    return max(abs(np.corrcoef(image.flatten(), answer.flatten())[0, 1]) for answer in answers)
+
+
+def test_any_answer_of_the_batch_counts_for_truth_and_distractors_alike():
+    pool, stream = make_pool(n=500), torch.Generator().manual_seed(4)
+    truth, labels, rest = pool.x[:12], pool.y[:12], pool[12:]
+    answers = truth.flip(0) + 0.6 * torch.randn(truth.shape, generator=stream)
+    batch = torch.arange(12) // 4
+    answers = answers.view(3, 4, 1, 6, 6).flip(0).reshape(12, 1, 6, 6)  # in its batch, but at no true image's place
+    found = identify(truth, labels, answers, rest, batch=batch)
+    for i in range(12):
+        rebuilt = answers[batch == batch[i]]
+        nearness = slow_likeness(truth[i], rebuilt)
+        others = [slow_likeness(x, rebuilt) for x in rest.x[rest.y == labels[i]]]
+        assert found.likeness[i].item() == pytest.approx(nearness)
+        assert found.nearest[i].item() == pytest.approx(max(others))
+        assert found.ranks[i].item() == 1 + sum(other >= nearness for other in others)
+    table = likeness_table(answers, batch, pool.x)
+    assert table.shape == (3, 500)
+    assert table[2, 77].item() == pytest.approx(slow_likeness(pool.x[77], answers[8:]))
+    assert torch.allclose(table[batch, torch.arange(12)], found.likeness)
+
+
+def test_the_chance_of_strangers_is_one_in_the_candidates_also_in_batches_of_eight():
+    """1,600 victims in batches of 8, 19 distractors: matching to the truth first would give more than twice as many."""
+    stream = torch.Generator().manual_seed(5)
+    images = torch.rand(1600, 1, 6, 6, generator=stream)
+    others = Batch(torch.rand(19, 1, 6, 6, generator=stream), torch.zeros(19, dtype=torch.long))
+    labels, answers = torch.zeros(1600, dtype=torch.long), torch.rand(1600, 1, 6, 6, generator=stream)
+    found = identify(images, labels, answers, others, batch=torch.arange(1600) // 8)
+    assert found.identified.double().mean().item() == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / 1600) ** 0.5)

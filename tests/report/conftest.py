@@ -51,6 +51,14 @@ def interval(hits: int, n: int, chance: float = 0.005) -> dict[str, float]:
     return {"rate": hits / n, "low": low, "high": high, "chance": chance}
 
 
+def test_of(hits: NDArray[np.bool_]) -> dict[str, float]:
+    return {
+        "statistic": 2.0 + 9.0 * float(hits.sum()), "null_mean": 2.0, "p": 0.001 if hits.any() else 0.6, "level": 0.05,
+        "draws": 999, "strangers": 160, "untested": 0, "smallest_p": 0.001, "control_rate": 1.0, "control_null": 0.02,
+        "power": 0.9, "detectable": 0.25,
+    }  # fmt: skip
+
+
 def make_run(folder: Path, plan: Plan | None = None) -> Path:
     """Write a whole run's folder but the page."""
     plan = plan or Plan()
@@ -110,15 +118,14 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
         worst = {
             "psnr": stats(psnrs), "ssim": stats(ssims), "mse": stats(10 ** (-psnrs / 10)), "lpips": None,
             "asr": float((ssims >= 0.6).mean()), "scored": number, "failed": 0, "attacks": len(plan.strength),
-            "recognised": int((hits & (ssims >= 0.6)).sum()),
-            "identified": interval(int(hits.sum()), number, 0.005 * len(plan.strength)), "by_victim": by_victim,
+            "identified": interval(int(hits.sum()), number), "by_victim": by_victim,
         }  # fmt: skip
         accuracy = 0.93 - 0.04 * d
         entry: dict[str, Any] = {
             "spec": defense, "stage": ["update"], "counter": [], "attacks": rows, "worst": worst,
             "utility": None, "gradient": {"cosine": 1 - 0.1 * d, "noise_ratio": 0.1 * d},
             "verdict": plan.verdict.get(defense) or ("leaks" if hits.any() else "no leak shown"),
-            "scope": SCOPE, "warnings": [],
+            "test": test_of(hits), "scope": SCOPE, "warnings": [],
         }  # fmt: skip
         if plan.utility:
             pdm = 100 * (0.93 - accuracy) / 0.93
@@ -136,6 +143,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
                  "local_steps": 1, "local_lr": 0.01, "trained_rounds": 0, "trained_epochs": 0, "updates": 1,
                  "knowledge": "realistic", "budget": "quick", "seed": 0,
                  "input_shape": list(plan.shape), "num_classes": 3, "class_names": plan.class_names, **plan.case},
+        "victims_needed": [{"share": 0.1, "victims": 15}, {"share": 0.5, "victims": None}],
         "defenses": defenses,
         "baseline": {"psnr": stats(np.array([9.0, 10.0])), "ssim": stats(np.array([0.1, 0.2])),
                      "identified": interval(0, number)},

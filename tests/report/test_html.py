@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from gradveil.core.errors import UserError
-from gradveil.report import pictures, write_report
+from gradveil.report import pictures, words, write_report
 from gradveil.report.html import PictureMode
 from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import CaseFacts, Summary
@@ -86,7 +86,7 @@ def tiles(page: Page, sprite: int) -> np.ndarray[Any, Any]:
 
 def test_both_readers_find_their_part(run: Run) -> None:
     page = page_of(run())
-    for words in (
+    for phrase in (
         "Of 2 audited defenses, 1 leaks and 1 showed no leak.",
         "Recommended defense precode",
         "4 of 4 private images could be picked out",
@@ -98,7 +98,7 @@ def test_both_readers_find_their_part(run: Run) -> None:
         "packages.torch 2.13.0",
         "data: mnist-5k",
     ):
-        assert words in page.text
+        assert phrase in page.text
     assert not re.search(r"\bsafe\b", page.text, re.IGNORECASE)
 
 
@@ -124,19 +124,19 @@ def test_failed_and_inapplicable_rows_stay_visible_with_their_reason(run: Run) -
 def test_only_the_summary_must_be_there(run: Run, tmp_path: Path) -> None:
     def change(summary: dict[str, Any]) -> None:
         summary["defenses"] = summary["defenses"][1:]
-        summary["defenses"][0].update(verdict=None, worst=None, utility=None)
+        summary["defenses"][0].update(verdict="cannot tell", test=None, worst=None, utility=None)
 
     file = edit(run(), change) / "summary.json"
     (tmp_path / "bare").mkdir()
     text = page_of(file.rename(tmp_path / "bare" / "summary.json").parent).text
-    assert "not judged" in text and "This run stored no pictures." in text and "no undefended control" in text
+    assert "cannot tell" in text and "This run stored no pictures." in text and "no undefended control" in text
     assert "This run stored no environment." in text
 
 
 def test_what_was_not_measured_is_no_error(run: Run) -> None:
     def change(summary: dict[str, Any]) -> None:
         for defense in summary["defenses"]:
-            defense.update(utility=None, gradient=None, worst=None, verdict=None)
+            defense.update(utility=None, gradient=None, worst=None, test=None, verdict="cannot tell")
             for row in defense["attacks"]:
                 row.update(dict.fromkeys(("psnr", "ssim", "mse", "lpips", "asr", "identified", "label_accuracy")))
                 row.update(seconds=None, iterations=None)
@@ -171,7 +171,8 @@ def test_the_same_run_gives_the_same_page(run: Run) -> None:
 
 def test_nothing_is_fetched_and_only_our_script_may_run(run: Run) -> None:
     page = page_of(run())
-    assert all(value.startswith("#") for _, a in page.tags for key, value in a.items() if key == "href")
+    links = [value for _, a in page.tags for key, value in a.items() if key == "href"]
+    assert all(link.startswith(("#", f"{words.GUIDE}#")) for link in links), "a link to the guide is followed, not fetched"
     assert not [a for _, a in page.tags if "src" in a or "srcset" in a or any(k.startswith("on") for k in a)]
     assert not page.of("link") and not page.of("iframe") and len(page.scripts) == 1
     assert all(url.startswith("data:image/png") for url in re.findall(r"url\(([^)]{0,20})", page.source))
@@ -188,12 +189,15 @@ def test_hostile_words_are_shown_as_words(run: Run) -> None:
         class_names=[HOSTILE] * 3,
         case={"data": HOSTILE, "model": HOSTILE, "knowledge": HOSTILE},
         extra=dict.fromkeys(("suite", "gradveil", "command", "scope"), HOSTILE)
-        | {key: [HOSTILE] for key in ("granted", "not_tested", "warnings")},
+        | {key: [HOSTILE] for key in ("granted", "not_tested")}
+        | {"warnings": [{"code": "no-classes", "text": HOSTILE}]},
     )
 
     def change(summary: dict[str, Any]) -> None:
         for defense in summary["defenses"]:
-            defense.update(warnings=[HOSTILE], scope=HOSTILE, stage=[HOSTILE], counter=[HOSTILE])
+            defense.update(
+                warnings=[{"code": "single-draw", "text": HOSTILE}], scope=HOSTILE, stage=[HOSTILE], counter=[HOSTILE]
+            )
             defense["attacks"][0].update(error=HOSTILE, knowledge=HOSTILE)
 
     edit(folder, change)
@@ -370,6 +374,17 @@ def test_wrong_input_is_one_clear_line(run: Run, tmp_path: Path) -> None:
         write_report(tmp_path / "nowhere")
 
 
+def test_every_verdict_and_warning_links_to_its_explanation(run: Run) -> None:
+    def change(summary: dict[str, Any]) -> None:
+        summary["warnings"] = [{"code": "weak-attacks", "text": "dlg does not show the leak"}]
+        summary["defenses"][1]["warnings"] = [{"code": "single-draw", "text": "random"}]
+
+    page = page_of(edit(run(), change))
+    links = {a["href"].removeprefix(f"{words.GUIDE}#") for a in page.of("a") if a["href"].startswith(words.GUIDE)}
+    assert links == {"leaks", "no-leak-shown", "weak-attacks", "single-draw"}
+    assert "Test: p = 0.600 against 160 strangers" in page.text and "15 for 10%" in page.text
+
+
 # -- accessibility ----------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +393,7 @@ def test_structure_for_screen_readers(run: Run) -> None:
     assert page.of("html", lang="en") and len(page.of("h1")) == 1 and page.of("main") and page.of("nav")
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids))
-    targets = {value[1:] for _, a in page.tags for key, value in a.items() if key == "href"}
+    targets = {value[1:] for _, a in page.tags for key, value in a.items() if key == "href" and value.startswith("#")}
     targets |= {a[key] for _, a in page.tags for key in ("aria-labelledby", "data-copy") if key in a}
     assert targets <= set(ids)
     assert all(a.get("type") == "button" for a in page.of("button"))

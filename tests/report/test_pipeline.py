@@ -59,7 +59,7 @@ def test_a_folder_is_no_file(parsed: Parsed, summary: dict[str, Any], tmp_path: 
 
 
 def test_annotations_are_one_escaped_line_each(parsed: Parsed, summary: dict[str, Any]) -> None:
-    summary["warnings"] = ["100% sure?\n::error::forged"]
+    summary["warnings"] = [{"code": "no-classes", "text": "100% sure?\n::error::forged"}]
     summary["defenses"][2]["verdict"] = "leaks"
     lines = list(github_annotations(parsed(summary), {"worst.asr > 0.5": ["prune:ratio=0.9"]}))
     assert lines[0].startswith("::error title=prune%3Aratio=0.9%3A worst.asr > 0.5::Updates leak")

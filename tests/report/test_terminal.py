@@ -29,6 +29,8 @@ def test_every_defense_with_its_verdict_numbers_and_the_baseline(summary: dict[s
     assert "no leak shown" in precode and "8.6" in precode
     assert any(line.startswith("baseline") and "9.5" in line for line in lines)
     assert any(line.startswith("Recommended: precode") for line in lines)
+    assert any(line.startswith("Test of precode: p = 0.600 against 160 strangers") for line in lines)
+    assert "15 for 10% and more than the data has for 50%" in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
@@ -48,7 +50,7 @@ def test_colours_only_where_they_are_wanted(summary: dict[str, Any], monkeypatch
 
 def test_names_are_neither_markup_nor_commands_to_the_terminal(summary: dict[str, Any]) -> None:
     summary["defenses"][1]["spec"] = "[red]a[/]\x1b[2J"
-    summary["warnings"] = ["[link=x]b[/link]\x1b]0;c\x07"]
+    summary["warnings"] = [{"code": "no-classes", "text": "[link=x]b[/link]\x1b]0;c\x07"}]
     text = shown(summary, 200)
     assert "[red]a[/]" in text and "[link=x]b[/link]" in text and "\x1b" not in text and "\x07" not in text
 
@@ -70,6 +72,6 @@ def test_all_leaking_is_said_once(summary: dict[str, Any]) -> None:
 
 def test_what_was_not_measured_is_printed_too(summary: dict[str, Any]) -> None:
     for defense in summary["defenses"]:
-        defense |= {"verdict": None, "attacks": [], "worst": None, "utility": None, "gradient": None}
+        defense |= {"verdict": "cannot tell", "test": None, "attacks": [], "worst": None, "utility": None, "gradient": None}
     summary["baseline"] = None
-    assert shown(summary).count("not judged") == 3
+    assert shown(summary).count("cannot tell") == 3

@@ -10,7 +10,7 @@ import pytest
 
 from gradveil.core.text import plain
 from gradveil.report import words
-from gradveil.summary import DefenseRow, Summary
+from gradveil.summary import DefenseRow, LeakTest, Summary, VictimsNeeded
 
 
 def row(spec: str = "ig", **fields: Any) -> dict[str, Any]:
@@ -18,7 +18,13 @@ def row(spec: str = "ig", **fields: Any) -> dict[str, Any]:
     return {"spec": spec, **facts, "seconds": 1.0, "iterations": 1, "error": None, **fields}
 
 
-def defense(spec: str, verdict: str | None, pdm: float | None = None, **fields: Any) -> DefenseRow:
+TEST = {
+    "statistic": 9.0, "null_mean": 2.0, "p": 0.001, "level": 0.05, "draws": 999, "strangers": 40, "untested": 0,
+    "smallest_p": 0.001, "control_rate": 1.0, "control_null": 0.02, "power": 1.0, "detectable": 0.2,
+}  # fmt: skip
+
+
+def defense(spec: str, verdict: str, pdm: float | None = None, **fields: Any) -> DefenseRow:
     rate = {"rate": 1.0, "low": 0.63, "high": 1.0} if verdict == "leaks" else {"rate": 0.0, "low": 0.0, "high": 0.37}
     cost = None if pdm is None else {"acc_test": 0.9 * (1 - pdm / 100), "pdm": pdm, "overhead": 1.5}
     unmeasured = {"acc_train": None, "acc_sensitive": None, "seconds_per_round": None}
@@ -32,7 +38,8 @@ def defense(spec: str, verdict: str | None, pdm: float | None = None, **fields: 
         "gradient": None,
         "utility": cost and {**cost, **unmeasured},
         "attacks": [row(scored=8, identified={**rate, "chance": 0.001})],
-        "worst": {"identified": {**rate, "chance": 0.001}, "scored": 8, "attacks": 1, "recognised": 0, "by_victim": []},
+        "worst": {"identified": {**rate, "chance": 0.001}, "scored": 8, "attacks": 1, "by_victim": []},
+        "test": TEST | ({} if verdict == "leaks" else {"p": 0.4}),
     }
     return DefenseRow.model_validate({**given, **fields}, strict=False)
 
@@ -50,6 +57,7 @@ def view(*defenses: DefenseRow, **fields: Any) -> Summary:
         "granted": ["the model"],
         "not_tested": ["a trained model"],
         "warnings": [],
+        "victims_needed": [],
         "baseline": None,
     }
     return Summary.model_validate({**given, "defenses": defenses, **fields}, strict=False)
@@ -78,15 +86,14 @@ def test_all_leaking_is_said_plainly() -> None:
 
 
 def test_the_undefended_control_is_never_recommended() -> None:
-    held = view(defense("none", "no leak shown", 0.0), defense("a", "no leak shown", 2.0))
+    held = view(defense("none", "cannot tell", 0.0), defense("a", "cannot tell", 2.0))
     assert words.recommend(held).defense is None
-    assert any("says nothing about the defenses" in c for c in words.caveats(held))
     alone = words.recommend(view(CONTROL))
     assert alone.defense is None and "No defense was audited" in alone.text
 
 
 def test_what_could_not_be_judged_is_not_recommended() -> None:
-    assert words.recommend(view(CONTROL, defense("a", None, 0.0), defense("b", "leaks", 1.0))).defense is None
+    assert words.recommend(view(CONTROL, defense("a", "cannot tell", 0.0), defense("b", "leaks", 1.0))).defense is None
 
 
 def test_without_utility_the_gradient_decides_and_the_text_says_so() -> None:
@@ -103,11 +110,46 @@ def test_without_utility_the_gradient_decides_and_the_text_says_so() -> None:
     assert nothing.defense is None and "not measured" in nothing.text
 
 
-@pytest.mark.parametrize("verdict", ["leaks", "no leak shown", "unrefuted", None])
-def test_a_verdict_is_one_sentence_with_count_interval_and_chance(verdict: str | None) -> None:
+@pytest.mark.parametrize("verdict", ["leaks", "no leak shown", "unrefuted", "cannot tell"])
+def test_a_verdict_is_one_sentence_with_count_interval_and_chance(verdict: str) -> None:
     sentence = words.verdict_sentence(view(defense("a", verdict)).defenses[0])
     assert sentence.endswith(".") and ". " not in sentence
     assert "of 8 private images" in sentence and "confidence interval" in sentence and "chance 0.1%" in sentence
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [
+        ({"control_rate": 0.4}, "without a defense the attacks get too little (40% of the images)"),
+        ({"power": 0.7}, "with so few victims a leak could have stayed unseen"),
+        ({"smallest_p": 0.1}, "too few strangers are left"),
+        ({}, "show no leak without a defense either"),
+        (None, "no attack ran"),
+    ],
+)
+def test_the_sentence_says_why_it_cannot_tell(test: dict[str, Any] | None, says: str) -> None:
+    outcome = None if test is None else TEST | {"p": 0.4} | test
+    sentence = words.verdict_sentence(defense("a", "cannot tell", test=outcome))
+    assert sentence.startswith("This audit cannot tell: none of 8") and says in sentence
+
+
+def test_the_control_is_never_called_unrefuted_and_needs_no_counter() -> None:
+    sentence = words.verdict_sentence(defense("none", "cannot tell"))
+    assert "not more than images of strangers would give" in sentence and "built to break" not in sentence
+
+
+def test_the_test_stands_beside_the_verdict_in_one_line() -> None:
+    outcome = LeakTest.model_validate(TEST | {"untested": 2, "p": 0.0123}, strict=False)
+    assert words.evidence_line(outcome) == (
+        "p = 0.012 against 40 strangers; 2 images untested; statistic 9.0, 2.0 expected without a leak; "
+        "undefended 100% identified; smallest visible leak: 20% of the images"
+    )
+
+
+def test_the_victims_that_are_needed_are_told() -> None:
+    needed = [VictimsNeeded(share=0.1, victims=15), VictimsNeeded(share=0.5, victims=None)]
+    assert words.needed_sentence(needed).endswith("80%: 15 for 10% and more than the data has for 50%.")
+    assert words.visible(0.2).startswith("A leak of 20% of the images") and "Not even" in words.visible(None)
 
 
 def test_a_small_sample_does_not_hide_its_upper_bound() -> None:
@@ -117,7 +159,7 @@ def test_a_small_sample_does_not_hide_its_upper_bound() -> None:
 
 def test_a_rate_that_is_no_count_of_the_images_is_not_turned_into_one() -> None:
     worst = {"identified": {"rate": 0.3, "low": 0.1, "high": 0.6, "chance": 0.01}, "scored": 8}
-    odd = defense("a", "leaks", worst={**worst, "attacks": 1, "recognised": 0, "by_victim": []})
+    odd = defense("a", "leaks", worst={**worst, "attacks": 1, "by_victim": []})
     assert words.recovered(odd).startswith("30% of the private images could be picked out")
 
 
@@ -130,14 +172,20 @@ def test_failed_and_inapplicable_attacks_count_as_not_tested() -> None:
 
 
 def test_the_audits_own_words_come_first() -> None:
-    given = view(CONTROL, granted=["labels"], not_tested=["phones"], warnings=["zero gradients"], scope="our scope")
+    given = view(
+        CONTROL,
+        granted=["labels"],
+        not_tested=["phones"],
+        warnings=[{"code": "granted-more", "text": "level paper"}],
+        scope="our scope",
+    )
     assert words.not_tested(given) == ["phones"]
-    assert words.caveats(given) == ["zero gradients"]
+    assert [c.text for c in words.caveats(given)] == ["level paper"]
     assert "granted: labels." in words.assessment(given) and "in this setting: our scope." in words.assessment(given)
 
 
 def test_without_a_control_the_reader_is_told() -> None:
-    assert any("no undefended control" in c for c in words.caveats(view(defense("a", "no leak shown", 1.0))))
+    assert any("no undefended control" in c.text for c in words.caveats(view(defense("a", "no leak shown", 1.0))))
 
 
 def test_the_assessment_names_risk_scope_grant_finding_cost_and_rest() -> None:
@@ -151,7 +199,9 @@ def test_the_assessment_names_risk_scope_grant_finding_cost_and_rest() -> None:
 def test_nothing_is_ever_called_safe(run: Callable[..., Path]) -> None:
     given = Summary.read(run())
     said = [words.overall(given), words.assessment(given), words.recommend(given).text]
-    said += [words.verdict_sentence(d) for d in given.defenses] + words.caveats(given) + words.not_tested(given)
+    said += (
+        [words.verdict_sentence(d) for d in given.defenses] + [c.text for c in words.caveats(given)] + words.not_tested(given)
+    )
     assert "safe" not in " ".join(said).lower()
 
 

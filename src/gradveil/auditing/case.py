@@ -5,7 +5,9 @@ from collections import Counter
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradveil import __version__, models
@@ -22,9 +24,10 @@ from gradveil.core.randomness import generator, seeded
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses.base import Defense
+from gradveil.metrics.leak_test import Slots, strangers_wanted
 
 # To be raised when the results of every cell change: observation, client, labels, attack engine, training, scoring.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Case:
@@ -44,7 +47,7 @@ class Case:
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
         self._try_loss()
         random = generator(spec.seed, "victims")
-        self.victims = pick_victims(self.data.private.hard_labels, spec.victims, spec.batch_size, random)
+        self.victims, self.strangers = draw_victims(self.private_labels, spec.victims, spec.batch_size, random)
         for defense in self.defenses.values():
             if "model" in defense.stages:  # a defense that does not fit the model is refused at once
                 self._try(defense)
@@ -80,20 +83,48 @@ class Case:
             return None
         return self.data.task(ModelFunction(self.server)).normalize(self.public.x)
 
-    @cached_property
-    def pool(self) -> Batch:
-        """Distractors for identification. A public part borrowed from another set has other classes and is left out."""
-        if self.data.public_from is None:
-            return self.data.pool()
-        parts = (self.data.private, self.data.test)
-        return Batch(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]))
+    def classes(self, images: Batch) -> Tensor:
+        """The classes of images; one for all where the targets of this data are no classes."""
+        labels = images.hard_labels
+        return labels if self.data.has_classes else torch.zeros_like(labels)
+
+    @property
+    def private_labels(self) -> Tensor:
+        return self.classes(self.data.private)
+
+    @property
+    def private_counts(self) -> NDArray[np.int64]:
+        """The number of private images per class."""
+        return np.bincount(self.private_labels.numpy(), minlength=self.data.num_classes)
 
     @cached_property
-    def strangers(self) -> Batch:
-        """The pool without the victims: against images that a defense changed, their originals are no distractors."""
-        others = torch.ones(len(self.pool), dtype=torch.bool)
-        others[self.victims.flatten()] = False  # the pool begins with the private part
-        return self.pool[others]
+    def slots(self) -> Slots:
+        """Which victims stand in which batch, and the strangers that they are tested against."""
+        labels, victims = self.private_labels, self.victims.flatten()
+        batch = torch.arange(len(victims)) // self.spec.batch_size
+        return Slots(batch.numpy(), labels[victims].numpy(), labels[self.strangers].numpy())
+
+    @cached_property
+    def tested(self) -> Batch:
+        """The images of the test: all victims, then the strangers."""
+        return self.data.private[torch.cat([self.victims.flatten(), self.strangers])]
+
+    @cached_property
+    def distractors(self) -> Batch:
+        """Images for identification: those of all parts except the victims, the strangers, and copies of them.
+
+        A public part borrowed from another set has other classes and is left out.
+        """
+        parts = [self.data.private, self.data.test]
+        if self.data.public_from is None:
+            parts.insert(1, self.data.public)
+        pool = Batch(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]))
+        keep = torch.ones(len(pool), dtype=torch.bool)
+        keep[torch.cat([self.victims.flatten(), self.strangers])] = False  # the pool begins with the private part
+        sums, tested = pool.x.double().sum(dim=(1, 2, 3)), self.tested.x
+        for i in torch.isin(sums, tested.double().sum(dim=(1, 2, 3))).logical_and(keep).nonzero().flatten():
+            keep[i] = not bool((tested == pool.x[i]).flatten(1).all(dim=1).any())
+        return Batch(pool.x[keep], self.classes(pool)[keep])
 
     def attack(self, text: str) -> Attack:
         method = next((a for a in self.spec.attacks if isinstance(a, Attack) and a.spec == text), None)
@@ -150,8 +181,12 @@ class Case:
         return short_hash([self.terms, hashes, __version__, PROTOCOL])
 
 
-def pick_victims(labels: Tensor, victims: int, size: int, random: torch.Generator) -> Tensor:
-    """Victims × batch places in the private part, none twice: every class once, in random order, then again."""
+def draw_victims(labels: Tensor, victims: int, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Victims × batch places in the private part, none twice, and the places of the strangers.
+
+    One random order serves both. Victims: every class once, then again. Strangers: of each class that has victims, the
+    images that come next in its order. So within a class it is chance alone who is a victim and who a stranger.
+    """
     wanted = victims * size
     if wanted > len(labels):
         raise UserError(f"{victims} victims with {size} images each need {wanted} private images; the data has {len(labels)}.")
@@ -161,8 +196,11 @@ def pick_victims(labels: Tensor, victims: int, size: int, random: torch.Generato
     for label in labels[shuffled].tolist():
         turn.append(before[label])
         before[label] += 1
-    order = torch.argsort(torch.tensor(turn), stable=True)
-    return shuffled[order[:wanted]].view(victims, size)
+    order = shuffled[torch.argsort(torch.tensor(turn), stable=True)]
+    drawn, rest = order[:wanted], order[wanted:]
+    count = Counter(labels[drawn].tolist())
+    strangers = [rest[labels[rest] == label][: strangers_wanted(number)] for label, number in sorted(count.items())]
+    return drawn.view(victims, size), torch.cat(strangers)
 
 
 def _layers(module: nn.Module) -> str:

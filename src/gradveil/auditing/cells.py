@@ -30,7 +30,7 @@ from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
-from gradveil.metrics import Scores, baseline, score_all, summarize
+from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
 from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
 from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
@@ -191,7 +191,7 @@ def _attack(work: Work) -> Result:
     originals = work.batches
     # An answer that is not finite counts as failed and is scored as mid-grey.
     images = [torch.full_like(r.images, math.nan) if r.failed else r.images for r in answers]
-    scores = _scored(originals, images, case.pool)
+    scores = _scored(case, originals, images)
     rows = [summarize(scores, label_accuracy=_label_accuracy(originals, answers))]
     shown = [torch.nan_to_num(i[s.order], nan=0.5) for i, s in zip(images, scores, strict=True)]
     tensors = {"original": torch.stack([b.x for b in originals]), "reconstruction": torch.stack(shown)}
@@ -199,7 +199,7 @@ def _attack(work: Work) -> Result:
     if all(f.x.shape == b.x.shape for f, b in zip(fed, originals, strict=True)):
         tensors["fed"] = torch.stack([f.x for f in fed])
         if not torch.equal(tensors["fed"], tensors["original"]):
-            fed_scores = _scored(fed, images, case.strangers, "fed")
+            fed_scores = _scored(case, fed, images, "fed")
             rows.append(summarize(fed_scores, label_accuracy=_label_accuracy(fed, answers)))
     failures = [r.failed for r in answers if r.failed]
     outcome = Outcome(
@@ -207,6 +207,7 @@ def _attack(work: Work) -> Result:
         error=failures[0] if failures else None,
         rows=tuple(rows),
         victims=tuple(_by_image(originals, scores, answers)),
+        likeness=_likeness(case, images),
         history={k: tuple(finite(v) for v in values) for k, values in answers[0].history.items()},
         seconds=sum(r.seconds for r in answers),
         iterations=max(r.iterations for r in answers),
@@ -215,8 +216,15 @@ def _attack(work: Work) -> Result:
     return outcome, None if case.spec.pictures == "none" else tensors
 
 
-def _scored(truth: Sequence[Batch], images: list[Tensor], pool: Batch, against: Against = "original") -> list[Scores]:
-    return score_all([b.x for b in truth], [b.hard_labels for b in truth], images, pool=pool, against=against)
+def _scored(case: Case, truth: Sequence[Batch], images: list[Tensor], against: Against = "original") -> list[Scores]:
+    classes = [case.classes(batch) for batch in truth]
+    return score_all([b.x for b in truth], classes, images, pool=case.distractors, against=against)
+
+
+def _likeness(case: Case, images: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Per batch the likenesses that the test needs: of all victims and strangers whose class stands in the batch."""
+    table = likeness_table(torch.cat(list(images)).cpu(), batch_numbers(images), case.tested.x)
+    return tuple(tuple(round(s, 6) for s in row[used].tolist()) for row, used in zip(table, case.slots.used, strict=True))
 
 
 def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> list[Reconstruction]:
@@ -289,6 +297,8 @@ def _by_image(originals: Sequence[Batch], scores: Sequence[Scores], answers: Seq
                 others={name: _number(values, i) for name, values in score.others.items()},
                 identified=None if score.identified is None else bool(score.identified[i]),
                 rank=None if score.rank is None else int(score.rank[i]),
+                likeness=_number(score.likeness, i),
+                nearest=_number(score.nearest, i),
                 failed=bool(score.failed[i]),
                 label=int(batch.y[i]) if batch.y.ndim == 1 else None,
                 label_guess=None if guesses is None else int(guesses[score.order[i]]),
@@ -312,7 +322,7 @@ def _baseline(work: Work) -> Result:
             guesses.append(baseline(case.public, None, len(batch)))
         else:
             guesses.append(baseline(case.public, batch.y))
-    return Outcome(rows=(summarize(_scored(work.batches, guesses, case.pool)),)), None
+    return Outcome(rows=(summarize(_scored(case, work.batches, guesses)),)), None
 
 
 # -- train and utility: federated training under the defense -----------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
@@ -14,9 +16,13 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.spec import SUITE, written
 from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.defenses.base import Defense
+from gradveil.metrics import likeness_table
+from gradveil.metrics.leak_test import Background, detectable, victims_needed
 from gradveil.metrics.registry import registered
+from gradveil.summary import VictimsNeeded
 
 CellKind = Literal["baseline", "train", "observe", "attack", "utility"]
+SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
 
 
@@ -94,6 +100,27 @@ def _cell(
     """`facts` are what the content depends on beside the case, the methods' texts and the cells it needs."""
     keys = tuple(cell.key for cell in needs)
     return Cell(short_hash([case.id, kind, defense, attack, keys, facts]), kind, defense, attack, keys)
+
+
+def expected_power(case: Case) -> tuple[float | None, tuple[VictimsNeeded, ...]]:
+    """Before the run: the smallest leak that would be seen, and the victims needed for a leak of each of `SHARES`.
+
+    Assumed: a victim that leaks is rebuilt exactly; for the others the answer is another image of the class.
+    """
+    rng, pool, slots = np.random.default_rng(case.spec.seed), case.distractors, case.slots
+    if not len(pool) or not len(slots.stranger_label):
+        return None, ()
+    classes = pool.y.numpy()
+    same_class = [np.flatnonzero(classes == label) for label in slots.label]
+    answers = pool.x[[rng.choice(images if len(images) else len(pool)) for images in same_class]]
+    table = likeness_table(answers, torch.from_numpy(slots.batch), case.tested.x[len(slots.label) :]).numpy()
+    background = Background(table, slots, case.private_counts)
+    return detectable(background, [1.0]), needed_for_shares(background, [1.0])
+
+
+def needed_for_shares(background: Background, leaked: Sequence[float]) -> tuple[VictimsNeeded, ...]:
+    """The victims that are needed to see a leak of each of `SHARES`."""
+    return tuple(VictimsNeeded(share=share, victims=victims_needed(background, leaked, share)) for share in SHARES)
 
 
 def attacks_on(case: Case, defense: Defense) -> list[str]:

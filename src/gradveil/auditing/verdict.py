@@ -1,22 +1,38 @@
-"""From cells to `summary.json`: the rows, what the worst attack got of every victim, and the verdict.
+"""From cells to `summary.json`: the rows, what the worst attack got of every victim, the test and the verdict.
 
-A verdict rests on identification, which has a known chance, and never says more than the attacks have shown.
+A verdict is the outcome of a test with a known error rate, and never says more than the attacks have shown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gradveil import __version__
-from gradveil import attacks as attack_methods
 from gradveil.auditing.case import Case
-from gradveil.auditing.plan import Cell, Plan, suite_name
+from gradveil.auditing.notices import audit_notices, defense_notices, not_tested
+from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
+from gradveil.core.errors import UserError
 from gradveil.core.results import ImagePlace, ImageScores, ScoreRow, Statistic
 from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
+from gradveil.metrics.leak_test import (
+    DRAWS,
+    LEAST_EXCESS,
+    LEVEL,
+    POWER,
+    Background,
+    Numbers,
+    detectable,
+    exchange_test,
+    null_rate,
+    power,
+)
 from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import (
+    CANNOT_TELL,
     CONTROL,
     LEAKS,
     NO_LEAK,
@@ -24,6 +40,7 @@ from gradveil.summary import (
     AttackRow,
     CaseFacts,
     DefenseRow,
+    LeakTest,
     Summary,
     UtilityRow,
     Verdict,
@@ -36,13 +53,10 @@ Cells = Mapping[str, StoredCell]  # by key
 
 def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     """The whole summary. `cells` are the stored cells of the plan."""
+    attacked = {text: [cells[cell.key] for cell in plan.of("attack", text)] for text in case.defenses}
+    control = Control.of(case, attacked[CONTROL])
     clean = _history(plan, cells, CONTROL)
-    defenses = [_defense(case, plan, cells, text, clean) for text in case.defenses]
-    control = next(d for d in defenses if d.control)
-    if control.verdict != LEAKS:
-        # Attacks that fail where nothing is hidden have shown nothing about any defense.
-        weaker = {"verdict": UNREFUTED}
-        defenses = [d.model_copy(update=weaker) if d.verdict == NO_LEAK else d for d in defenses]
+    defenses = tuple(_defense(case, plan, cells, text, control, clean) for text in case.defenses)
     baseline = cells[plan.of("baseline")[0].key]
     data = case.data
     facts = {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
@@ -54,9 +68,10 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         scope=scope(case),
         case=CaseFacts.model_validate({**case.terms, **facts}),
         granted=("the model and every update that is sent", *granted),
-        not_tested=_not_tested(case),
-        warnings=_warnings(case, control),
-        defenses=tuple(defenses),
+        not_tested=not_tested(case),
+        warnings=audit_notices(case, next(d for d in defenses if d.control), control.weak),
+        victims_needed=needed_for_shares(control.background, control.leaked) if control.ran else (),
+        defenses=defenses,
         baseline=baseline.rows[0] if baseline.status == "ok" else None,
     )
 
@@ -76,26 +91,127 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
     )
 
 
+# -- the test --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Likenesses:
+    """How alike every image is to any answer of any attack, and the most similar distractor of every victim."""
+
+    images: Numbers  # batches × victims and strangers
+    nearest: Numbers  # per victim
+
+    @classmethod
+    def of(cls, case: Case, ran: Sequence[StoredCell]) -> "Likenesses":
+        used, victims = case.slots.used, len(case.slots.batch)
+        images, nearest = np.zeros(used.shape), np.zeros(victims)
+        for cell in ran:
+            row_lengths = [len(row) for row in cell.likeness]
+            if row_lengths != used.sum(axis=1).tolist() or len(cell.victims) != victims:
+                raise UserError(f"cell {cell.key} does not hold the likenesses of this audit; delete it and resume the audit.")
+            images[used] = np.maximum(images[used], np.concatenate(cell.likeness))
+            nearest = np.maximum(nearest, [image.nearest or 0.0 for image in cell.victims])
+        return cls(images, nearest)
+
+    def of_victims(self, case: Case) -> Numbers:
+        """Per victim, in its batch."""
+        values: Numbers = self.images[case.slots.batch, np.arange(len(case.slots.batch))]
+        return values
+
+    def background(self, case: Case) -> Background:
+        """What the answers have in common with images that no update was computed from."""
+        return Background(self.images[:, len(case.slots.batch) :], case.slots, case.private_counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Control:
+    """What the attacks got where nothing was defended: the measure of what they can do here."""
+
+    rate: float  # share of tested victims that are identified
+    null: float  # the same, victims and strangers exchanged
+    leaked: tuple[float, ...]  # likenesses of the identified victims; of a perfect image where there are none
+    leaks: bool
+    background: Background
+    ran: frozenset[str]  # attacks
+    weak: tuple[str, ...]  # attacks that show no leak on their own
+
+    @classmethod
+    def of(cls, case: Case, attacked: Sequence[StoredCell]) -> "Control":
+        ran, slots, seed = [cell for cell in attacked if cell.status == "ok"], case.slots, case.spec.seed
+        together = Likenesses.of(case, ran)
+        likeness = together.of_victims(case)
+        identified = (likeness > together.nearest) & slots.tested & bool(len(case.distractors))
+        alone = {cell.attack: exchange_test(Likenesses.of(case, [cell]).images, slots, seed) for cell in ran}
+        return cls(
+            rate=float(identified.sum() / max(1, slots.tested.sum())),
+            null=null_rate(together.images, together.nearest, slots),
+            leaked=tuple(likeness[identified].tolist()) or (1.0,),
+            leaks=exchange_test(together.images, slots, seed).leaks,
+            background=together.background(case),
+            ran=frozenset(cell.attack for cell in ran),
+            weak=tuple(name for name, outcome in alone.items() if not outcome.leaks),
+        )
+
+    @property
+    def excess(self) -> float:
+        return max(0.0, self.rate - self.null)
+
+
+def _test(case: Case, ran: Sequence[StoredCell], control: Control) -> LeakTest | None:
+    """None where no attack ran."""
+    if not ran:
+        return None
+    likenesses, slots = Likenesses.of(case, ran), case.slots
+    outcome, background = exchange_test(likenesses.images, slots, case.spec.seed), likenesses.background(case)
+    return LeakTest(
+        statistic=outcome.statistic,
+        null_mean=outcome.null_mean,
+        p=outcome.p,
+        level=LEVEL,
+        draws=DRAWS,
+        strangers=len(slots.stranger_label),
+        untested=int((~slots.tested).sum()),
+        smallest_p=slots.smallest_p,
+        control_rate=control.rate,
+        control_null=control.null,
+        power=power(background, control.leaked, control.excess / 2, case.spec.victims),
+        detectable=detectable(background, control.leaked),
+    )
+
+
+def _verdict(defense: Defense, test: LeakTest | None, control: Control, attacked: Sequence[StoredCell]) -> Verdict:
+    """In order of precedence. The control leaks, or nothing can be told."""
+    if test is not None and test.leaks:
+        return LEAKS
+    shown = control.leaks and control.excess >= LEAST_EXCESS and test is not None and test.power >= POWER
+    if not shown or defense.spec == CONTROL or any(c.status == "failed" and c.attack in control.ran for c in attacked):
+        return CANNOT_TELL
+    countered = any(c.status == "ok" and _is_counter(defense, c.attack) for c in attacked)
+    return NO_LEAK if countered else UNREFUTED
+
+
 # -- one defense -----------------------------------------------------------------------------------------------------
 
 
-def _defense(case: Case, plan: Plan, cells: Cells, text: str, clean: StoredCell | None) -> DefenseRow:
+def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, clean: StoredCell | None) -> DefenseRow:
     defense = case.defenses[text]
     attacked = [cells[cell.key] for cell in plan.of("attack", text)]
     ran = [cell for cell in attacked if cell.status == "ok"]
     observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
-    worst = _worst(ran)
+    test = _test(case, ran, control)
+    verdict = _verdict(defense, test, control, attacked)
     return DefenseRow(
         spec=text,
         stage=tuple(defense.stages),
         counter=tuple(defense.counters),
         scope=scope(case, [c.attack for c in plan.of("observe", text) if c.attack]),
-        verdict=_verdict(defense, worst, ran),
-        warnings=_defense_warnings(case, defense, observed, attacked),
+        verdict=verdict,
+        test=test,
+        warnings=defense_notices(case, defense, observed, attacked, test, verdict),
         utility=_utility(_history(plan, cells, text), clean),
         gradient=observed.gradient,
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, defense, cell, cells[cell.key])),
-        worst=worst,
+        worst=_worst(case, ran),
     )
 
 
@@ -120,8 +236,8 @@ def _is_counter(defense: Defense, attack: str) -> bool:
     return attack.partition(":")[0] in defense.counters
 
 
-def _worst(ran: Sequence[StoredCell]) -> Worst | None:
-    """For every image the attack that got most of it. With several attacks each image had as many chances."""
+def _worst(case: Case, ran: Sequence[StoredCell]) -> Worst | None:
+    """For every image the attack that got most of it. It is identified where no distractor is as alike to any answer."""
     if not ran:
         return None
     by_place: dict[ImagePlace, list[tuple[ImageScores, str]]] = {}
@@ -131,7 +247,8 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
     best = [max(tried, key=lambda pair: pair[0].strength) for _, tried in sorted(by_place.items())]
     images = [image for image, _ in best]
     chance = max(rate.chance for cell in ran if (rate := cell.rows[0].identified))
-    identified = torch.tensor([bool(image.identified) for image in images])
+    together = Likenesses.of(case, ran)
+    identified = (together.of_victims(case) > together.nearest) & bool(len(case.distractors))
     return Worst(
         psnr=Statistic.of([image.psnr for image in images]),
         ssim=Statistic.of([image.ssim for image in images]),
@@ -139,26 +256,17 @@ def _worst(ran: Sequence[StoredCell]) -> Worst | None:
         lpips=Statistic.of([image.lpips for image in images]),
         others={n: s for n in images[0].others if (s := Statistic.of([image.others.get(n) for image in images]))},
         asr=sum(image.recognisable for image in images) / len(images),
-        identified=identification_rate(identified, chance, attacks=len(ran)),
+        identified=identification_rate(torch.from_numpy(identified), chance, case.spec.victims),
         scored=len(images),
         failed=sum(image.failed for image in images),
         attacks=len(ran),
-        recognised=sum(bool(image.identified) and image.recognisable for image in images),
         by_victim=tuple(
-            VictimWorst(**image.model_dump(include=set(VictimWorst.model_fields)), attack=attack) for image, attack in best
+            VictimWorst(
+                victim=image.victim, image=image.image, attack=attack, psnr=image.psnr, ssim=image.ssim, identified=bool(hit)
+            )
+            for (image, attack), hit in zip(best, identified, strict=True)
         ),
     )
-
-
-def _verdict(defense: Defense, worst: Worst | None, ran: Sequence[StoredCell]) -> Verdict | None:
-    """None where no attack ran at all: then nothing is known."""
-    if worst is None:
-        return None
-    if worst.identified.low > worst.identified.chance or worst.recognised:
-        return LEAKS
-    if defense.spec == CONTROL or any(_is_counter(defense, cell.attack) for cell in ran):
-        return NO_LEAK
-    return UNREFUTED
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------
@@ -196,56 +304,3 @@ def _round_seconds(trained: StoredCell | None) -> float | None:
 
 def _ratio(value: float | None, of: float | None) -> float | None:
     return value / of if value is not None and of else None
-
-
-# -- what to know about it -------------------------------------------------------------------------------------------
-
-
-def _not_tested(case: Case) -> tuple[str, ...]:
-    spec = case.spec
-    items = ["other data, models, batch sizes and local training than those of the scope"]
-    if not (spec.trained_rounds or spec.trained_epochs):
-        items.append("a trained model")
-    if spec.knowledge != "upper-bound":
-        items.append("an adversary that also knows the defense's secrets (level upper-bound)")
-    if spec.updates == 1:
-        items.append("an adversary that sees several updates of the same images")
-    items.append("attacks that are not in this audit, or not yet published")
-    return tuple(items)
-
-
-def _warnings(case: Case, control: DefenseRow) -> tuple[str, ...]:
-    items = []
-    ok = [row for row in control.attacks if row.ok and row.against == "original"]
-    weak = [row.spec for row in ok if row.identified and row.identified.low <= row.identified.chance]
-    if ok and control.verdict != LEAKS:
-        items.append("Without a defense no attack succeeded, so this audit is too weak to say anything about a defense.")
-    elif weak:
-        names = ", ".join(weak)
-        items.append(f"Without a defense {names} did not succeed either, so its failing under a defense says nothing.")
-    if case.spec.knowledge != "realistic":
-        items.append(
-            f"The adversary is granted more than a real server has (level {case.spec.knowledge}), "
-            "so leaks may be larger here than in practice."
-        )
-    return tuple(items)
-
-
-def _defense_warnings(case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell]) -> tuple[str, ...]:
-    items = []
-    if observed.status != "ok":
-        items.append(f"its updates could not be computed: {observed.error}")
-    if defense.random and case.spec.updates == 1:
-        items.append("random, but judged on a single draw: repeated updates of the same images may leak more (--updates)")
-    if observed.zero_updates:
-        items.append(f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked")
-    if observed.broken_updates:
-        items.append(f"{observed.broken_updates} updates hold values that are not finite")
-    failed = [cell.attack for cell in attacked if cell.status == "failed"]
-    if failed and observed.status == "ok":
-        items.append(f"failed: {', '.join(failed)}; that is no sign of protection")
-    if partly := [cell.attack for cell in attacked if cell.status == "ok" and cell.error]:
-        items.append(f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt")
-    if unknown := [c for c in defense.counters if c not in attack_methods.registry]:
-        items.append(f"{', '.join(unknown)}, said to break it, is no attack of this version")
-    return tuple(items)

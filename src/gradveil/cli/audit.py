@@ -12,7 +12,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.condition import Condition
 from gradveil.auditing.estimate import Estimate
 from gradveil.auditing.limits import Execution
-from gradveil.auditing.plan import make_plan
+from gradveil.auditing.plan import expected_power, make_plan
 from gradveil.auditing.progress import display_on
 from gradveil.auditing.run import Stopped, default_folder, identity_of, run_audit
 from gradveil.auditing.spec import AuditSpec, make_spec, read_spec
@@ -23,7 +23,7 @@ from gradveil.processes.worker import cores
 from gradveil.report import print_summary
 from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import check_file, github_annotations, write_junit
-from gradveil.report.words import seconds_text
+from gradveil.report.words import needed_sentence, seconds_text, visible
 from gradveil.storage.run_folder import RunFolder
 
 
@@ -109,3 +109,5 @@ def _show_plan(case: Case, execution: Execution) -> None:
         "An estimate: attacks may stop early, and some defenses take long to prepare.",
         highlight=False,
     )
+    share, needed = expected_power(case)
+    console.print(f"{visible(share)} {needed_sentence(needed)} Assumed: a leak rebuilds an image exactly.", highlight=False)

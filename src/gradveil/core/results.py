@@ -102,6 +102,8 @@ class ImageScores(Record):
     others: dict[str, float | None] = {}
     identified: bool | None
     rank: int | None  # among the distractors; 1 is nearest
+    likeness: float | None = None  # largest |correlation| with any answer for the batch
+    nearest: float | None = None  # the same of the most similar distractor
     failed: bool
     label: int | None = None
     label_guess: int | None = None

@@ -1,9 +1,10 @@
-"""Identification: is the true image more similar to the reconstruction than many other images of its class?
+"""Identification: is the true image more similar to an answer than many other images of its class?
 
-Similarity is the absolute zero-mean normalised correlation over all channels and pixels, so that neither brightness nor
+Likeness is the absolute zero-mean normalised correlation over all channels and pixels, so that neither brightness nor
 contrast nor a negative hides a match. The chance of a guess is known, so a rate is evidence; a PSNR is not.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,12 @@ BLOCK = 2**24  # values compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class Identification:
-    """How each of n true images ranks among its distractors."""
+    """How each of n true images ranks among its distractors, all compared with the same answers."""
 
     ranks: Tensor  # n: 1 is the most similar
     distractors: Tensor  # n: the number of distractors
-    correlation: Tensor  # n: |correlation| of the true image with its reconstruction
+    likeness: Tensor  # n: largest |correlation| of the true image with any answer for its batch
+    nearest: Tensor  # n: the same of its most similar distractor; 0 without distractors
 
     @property
     def identified(self) -> Tensor:
@@ -39,36 +41,72 @@ class Identification:
         return 1 / (self.distractors.double() + 1)
 
 
+def likeness_table(answers: Tensor, batch: Tensor, images: Tensor) -> Tensor:
+    """Batches × images: the largest |correlation| of each image with any answer for the batch.
+
+    Args:
+        answers: rebuilt images, n × C × H × W.
+        batch: n numbers from 0: the batch that each answer belongs to.
+        images: m × C × H × W.
+    """
+    guesses, batches = _standardised(answers), int(batch.max()) + 1
+    return torch.cat([_largest(guesses, batch, batches, block) for block in _blocks(images)], dim=1)
+
+
 def identify(
-    truth: Tensor, labels: Tensor, reconstruction: Tensor, pool: Batch, *, limit: int = LIMIT, seed: int = 0
+    truth: Tensor,
+    labels: Tensor,
+    answers: Tensor,
+    pool: Batch,
+    *,
+    batch: Tensor | None = None,
+    limit: int = LIMIT,
+    seed: int = 0,
 ) -> Identification:
     """Rank each true image against the first `limit` images of its class in a seeded permutation of the pool.
 
-    Exact copies of the true image do not count as distractors. A constant reconstruction identifies no image.
+    Truth and distractors are treated alike: each is compared with every answer for the batch of the true image, and the
+    largest |correlation| counts. So the chance is one in the number of candidates, whatever the size of a batch. Exact
+    copies of the true image do not count as distractors. A constant answer identifies no image.
 
     Args:
         truth, labels: images n × C × H × W, and n class numbers or n × classes.
-        reconstruction: image i belongs to true image i.
-        pool: images from which the distractors are drawn.
+        answers: rebuilt images, n × C × H × W.
+        pool: images from which the distractors are drawn; other true images of a batch must not be among them.
+        batch: n numbers from 0: the batch of each true image and of each answer. None: each is a batch.
         limit: number of distractors at most.
         seed: of the permutation.
     """
-    if truth.shape != reconstruction.shape or truth.shape[1:] != pool.x.shape[1:]:
-        shapes = [tuple(t.shape) for t in (truth, reconstruction, pool.x)]
-        raise ValueError(f"truth, reconstruction and pool do not fit together: {shapes}")
-    labels = hard_labels(labels)
+    if truth.shape != answers.shape or truth.shape[1:] != pool.x.shape[1:]:
+        shapes = [tuple(t.shape) for t in (truth, answers, pool.x)]
+        raise ValueError(f"truth, answers and pool do not fit together: {shapes}")
+    labels, batch = hard_labels(labels), torch.arange(len(truth)) if batch is None else batch
     shuffled = torch.randperm(len(pool), generator=generator(seed, "distractors"))
     classes = pool.hard_labels[shuffled]
 
-    guess = _standardised(reconstruction)
-    correlation = _correlation(guess, truth.double().flatten(1)).diagonal()
-    ranks = torch.empty(len(truth), dtype=torch.long)
-    distractors = torch.empty_like(ranks)
+    guesses, flat = _standardised(answers), truth.double().flatten(1)
+    likeness = torch.empty(len(truth), dtype=torch.float64)
+    for block in torch.arange(len(truth)).split(max(1, BLOCK // flat.shape[1])):
+        table = _largest(guesses, batch, int(batch.max()) + 1, flat[block])
+        likeness[block] = table[batch[block], torch.arange(len(block))]
+    ranks, distractors = (torch.empty(len(truth), dtype=torch.long) for _ in range(2))
+    nearest = torch.zeros_like(likeness)
 
     def compare(victims: Tensor, candidates: Tensor) -> None:
-        better, copies = _better(truth[victims], guess[victims], correlation[victims], pool.x, candidates)
-        distractors[victims] = len(candidates) - copies
-        ranks[victims] = 1 + better
+        """Rank these victims among these images of the pool."""
+        rows, place = batch[victims].unique(return_inverse=True)
+        chosen = torch.isin(batch, rows)
+        group = torch.searchsorted(rows, batch[chosen])
+        better, copies = torch.zeros_like(victims), torch.zeros_like(victims)
+        largest = torch.zeros(len(victims), dtype=torch.float64)
+        for block in candidates.split(max(1, BLOCK // flat.shape[1])):
+            others = pool.x[block].double().flatten(1)
+            copy = _copies(flat[victims], others)
+            table = _largest(guesses[chosen], group, len(rows), others)[place].masked_fill(copy, -1)
+            better += (table >= likeness[victims, None] - TIE).sum(dim=1)
+            copies += copy.sum(dim=1)
+            largest = torch.maximum(largest, table.amax(dim=1))
+        ranks[victims], distractors[victims], nearest[victims] = 1 + better, len(candidates) - copies, largest
 
     for label in labels.unique():
         victims = (labels == label).nonzero().flatten()
@@ -76,19 +114,20 @@ def identify(
         few = victims[distractors[victims] < min(ENOUGH, limit - 1)]
         if len(few):
             compare(few, shuffled[:limit])
-    return Identification(ranks, distractors, correlation)
+    return Identification(ranks, distractors, likeness, nearest)
 
 
-def _better(truth: Tensor, guess: Tensor, correlation: Tensor, images: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Per victim: how many candidates are at least as similar as the truth, and how many are copies of the truth."""
-    better, copies = torch.zeros(len(truth), dtype=torch.long), torch.zeros(len(truth), dtype=torch.long)
-    for block in candidates.split(max(1, BLOCK // guess.shape[1])):
-        others = images[block].double().flatten(1)
-        copy = _copies(truth.double().flatten(1), others)
-        similar = _correlation(guess, others) >= correlation[:, None] - TIE
-        better += (similar & ~copy).sum(dim=1)
-        copies += copy.sum(dim=1)
-    return better, copies
+def _blocks(images: Tensor) -> Iterator[Tensor]:
+    """Flattened, in double precision, so many at a time that memory stays bounded."""
+    for block in images.split(max(1, BLOCK // max(1, images[0].numel()))):
+        yield block.double().flatten(1)
+
+
+def _largest(guesses: Tensor, batch: Tensor, batches: int, images: Tensor) -> Tensor:
+    """Batches × images: the largest |correlation| with any standardised guess of the batch."""
+    table = torch.zeros(batches, len(images), dtype=torch.float64)
+    correlations = _correlation(guesses, images)
+    return table.scatter_reduce_(0, batch[:, None].expand_as(correlations), correlations, "amax")
 
 
 def _standardised(images: Tensor) -> Tensor:
@@ -116,11 +155,11 @@ def _copies(truth: Tensor, others: Tensor) -> Tensor:
     return alike
 
 
-def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def clopper_pearson(hits: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """The exact two-sided interval of a rate; (0, 1) without trials.
 
     Args:
-        hits, n: number of successes, and of trials.
+        hits, n: number of successes, and of trials. Successes may be fractions: means over trials of several images.
         confidence: probability that the interval covers the true rate.
     """
     if not 0 <= hits <= n:
@@ -131,14 +170,15 @@ def clopper_pearson(hits: int, n: int, confidence: float = 0.95) -> tuple[float,
     return low, high
 
 
-def identification_rate(identified: Tensor, chance: float, *, attacks: int = 1) -> Rate:
+def identification_rate(identified: Tensor, chance: float, batches: int) -> Rate:
     """The share of identified images with its exact interval, and the rate of guessing.
 
     Args:
         identified: n booleans.
         chance: probability that one guess identifies an image.
-        attacks: number of attacks of which the best one was taken; chance is multiplied by it.
+        batches: number of batches that the images come from. Images of one batch depend on each other, so a batch counts
+            as one trial of the interval.
     """
-    hits, n = int(identified.sum()), len(identified)
-    low, high = clopper_pearson(hits, n)
-    return Rate(rate=hits / n, low=low, high=high, chance=min(1.0, chance * attacks))
+    rate = int(identified.sum()) / len(identified)
+    low, high = clopper_pearson(rate * batches, batches)
+    return Rate(rate=rate, low=low, high=high, chance=chance)

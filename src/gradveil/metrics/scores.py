@@ -32,6 +32,8 @@ class Scores:
     others: dict[str, Tensor]  # registered metrics without a field here, by name
     identified: Tensor | None  # None without a pool of distractors, like rank and chance
     rank: Tensor | None  # 1 is the most similar
+    likeness: Tensor | None  # largest |correlation| with any answer for the batch
+    nearest: Tensor | None  # the same of the most similar distractor
     chance: float | None
     failed: Tensor  # the reconstruction was not finite and is scored as mid-grey
     order: Tensor  # image i was compared with reconstruction order[i]
@@ -76,7 +78,7 @@ def score_all(
     ranking = None
     if pool is not None:
         classes = torch.cat([hard_labels(y) for y in labels]).cpu()
-        ranking = identify(truth, classes, guess, pool)
+        ranking = identify(truth, classes, guess, pool, batch=batch_numbers(guesses))
 
     errors, decibels, similarity = mse(truth, guess), psnr(truth, guess), ssim(truth, guess)
     distance = perceptual_distance(truth, guess, lpips) if lpips else None
@@ -91,6 +93,8 @@ def score_all(
             others={name: values[start:end] for name, values in others.items() if values is not None},
             identified=ranking.identified[start:end] if ranking else None,
             rank=ranking.ranks[start:end] if ranking else None,
+            likeness=ranking.likeness[start:end] if ranking else None,
+            nearest=ranking.nearest[start:end] if ranking else None,
             chance=float(ranking.chance[start:end].mean()) if ranking else None,
             failed=failed[start:end],
             order=order,
@@ -99,13 +103,21 @@ def score_all(
     ]
 
 
-def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None, attacks: int = 1) -> ScoreRow:
+def batch_numbers(batches: Sequence[Tensor]) -> Tensor:
+    """For all images of all batches in order: the number of the batch, from 0.
+
+    Args:
+        batches: images of each batch.
+    """
+    return torch.repeat_interleave(torch.tensor([len(b) for b in batches]))
+
+
+def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None) -> ScoreRow:
     """All images of all victims in one row. Failed images are in every average, as mid-grey, and counted.
 
     Args:
         scores: one entry per victim.
         label_accuracy: share of correctly inferred labels, if measured.
-        attacks: number of attacks of which the best one was taken per victim; chance is multiplied by it.
     """
     if not sum(len(s) for s in scores):
         raise ValueError("no scores to summarize")
@@ -113,7 +125,7 @@ def summarize(scores: Sequence[Scores], *, label_accuracy: float | None = None, 
     if all(s.identified is not None and s.chance is not None for s in scores):
         identified = _join([s.identified for s in scores])
         chance = sum((s.chance or 0.0) * len(s) for s in scores) / len(identified)
-        rate = identification_rate(identified, chance, attacks=attacks)
+        rate = identification_rate(identified, chance, len(scores))
     return ScoreRow(
         against=scores[0].against,
         psnr=_statistic([s.psnr for s in scores]),

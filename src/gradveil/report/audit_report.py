@@ -18,7 +18,7 @@ from gradveil.report.chart import privacy_utility
 from gradveil.report.html import PictureMode, write_report
 from gradveil.report.page import page
 from gradveil.storage.files import write_text
-from gradveil.summary import LEAKS, NO_LEAK, UNREFUTED, Summary
+from gradveil.summary import CANNOT_TELL, LEAKS, NO_LEAK, UNREFUTED, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,9 +76,9 @@ class Report:
             raise UserError("nothing to plot: no defense has both an identified rate and a measured cost.")
         if ax is None:
             ax = Figure(figsize=(6.4, 4.4), layout="constrained").add_subplot()
-        marks = {LEAKS: ("o", "#b3261e"), NO_LEAK: ("D", "#1f5f99"), UNREFUTED: ("s", "#8a5a00")}
+        marks = {LEAKS: ("o", "#b3261e"), NO_LEAK: ("D", "#1f5f99"), UNREFUTED: ("s", "#8a5a00"), CANNOT_TELL: ("x", "#666666")}
         for point in chart.points:
-            rate, (marker, colour) = point.rate, marks.get(point.defense.judgement, ("x", "#666666"))
+            rate, (marker, colour) = point.rate, marks[point.defense.verdict]
             error = [[max(0.0, rate.rate - rate.low)], [max(0.0, rate.high - rate.rate)]]
             ax.errorbar(point.cost, rate.rate, error, marker=marker, color=colour, capsize=3, linestyle="none")
             right = point.x < (chart.left + chart.right) / 2  # the label stays inside the frame

@@ -100,7 +100,7 @@ def privacy_utility(summary: Summary) -> CostChart | None:
     points = []
     for number, defense, rate, value in shown:
         price = f"accuracy loss {digits(defense.loss, 1)}%" if by_loss else f"gradient cosine {digits(defense.cosine)}"
-        tip = f"{defense.spec}: {defense.judgement}; identified {rate_text(rate)}; {price}"
+        tip = f"{defense.spec}: {defense.verdict}; identified {rate_text(rate)}; {price}"
         points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip))
     base = summary.baseline.identified if summary.baseline else None
     chart = CostChart(

@@ -235,7 +235,7 @@ def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paire
     for which, mine, other in (("first", ours, theirs), ("second", theirs, ours)):
         if alone := [name for name in mine if name not in other]:
             notes.append(f"Only in the {which} run: {listing(alone)}. More attacks alone make the worst of all worse.")
-    return DefenseChange(a.spec, a.judgement, b.judgement, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
+    return DefenseChange(a.spec, a.verdict, b.verdict, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
 
 
 def _worst(attacks: Attacks) -> ScoredImages:

@@ -42,14 +42,14 @@ def _suite(defense: DefenseRow, failures: Failures) -> ET.Element:
     cases += [_attack(defense, row) for row in defense.attacks if row.against == "original"]
     suite = ET.Element("testsuite", {"name": plain(defense.spec), **_counts(cases)})
     identified = words.rate_text(defense.worst.identified if defense.worst else None)
-    facts = {"verdict": defense.judgement, "scope": defense.scope, "identified": identified}
+    facts = {"verdict": defense.verdict, "scope": defense.scope, "identified": identified}
     if defense.loss is not None:
         facts["accuracy loss, percent"] = words.digits(defense.loss, 1)
     properties = ET.SubElement(suite, "properties")
     for key, value in facts.items():
         ET.SubElement(properties, "property", name=key, value=plain(value))
     suite.extend(cases)
-    notes = [words.verdict_sentence(defense), *defense.warnings]
+    notes = [words.verdict_sentence(defense), *(w.text for w in defense.warnings)]
     ET.SubElement(suite, "system-out").text = "\n".join(plain(note) for note in notes)
     return suite
 
@@ -96,10 +96,10 @@ def github_annotations(summary: Summary, failures: Failures) -> Iterator[str]:
         if defense.verdict == LEAKS and not defense.control and defense.spec not in failed:
             yield _annotation("warning", f"{defense.spec} leaks", words.verdict_sentence(defense))
     for caveat in words.caveats(summary):
-        yield _annotation("warning", "Gradveil", caveat)
+        yield _annotation("warning", "Gradveil", caveat.text)
     for defense in summary.defenses:
         for warning in defense.warnings:
-            yield _annotation("warning", defense.spec, warning)
+            yield _annotation("warning", defense.spec, warning.text)
 
 
 def _annotation(level: str, title: str, message: str) -> str:

@@ -7,9 +7,9 @@ from rich.text import Text
 
 from gradveil.core.text import plain
 from gradveil.report import words
-from gradveil.summary import LEAKS, UNREFUTED, Summary
+from gradveil.summary import CANNOT_TELL, LEAKS, UNREFUTED, Summary
 
-_STYLES = {LEAKS: "bold red", UNREFUTED: "yellow"}  # what needs attention; the rest stays plain
+_STYLES = {LEAKS: "bold red", CANNOT_TELL: "yellow", UNREFUTED: "yellow"}  # what needs attention; the rest stays plain
 
 
 def table(summary: Summary) -> Table:
@@ -32,7 +32,7 @@ def table(summary: Summary) -> Table:
         if cosines:
             extra = [words.digits(defense.cosine)]
         # Text, not strings: brackets in a spec are no markup.
-        verdict = Text(defense.judgement, _STYLES.get(defense.judgement, ""))
+        verdict = Text(defense.verdict, _STYLES.get(defense.verdict, ""))
         best = Text(plain(defense.best.spec) if defense.best else words.NOTHING)
         out.add_row(Text(plain(defense.spec)), verdict, best, *words.figures(defense.worst), *extra)
     if summary.baseline:
@@ -49,10 +49,15 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(table(summary))
     console.print()
     for caveat in words.caveats(summary):
-        console.print(Text(f"Warning: {plain(caveat)}", "yellow"))
+        console.print(Text(f"Warning: {plain(caveat.text)}", "yellow"))
     for defense in summary.defenses:
         for warning in defense.warnings:
-            console.print(Text(f"Warning ({plain(defense.spec)}): {plain(warning)}", "yellow"))
+            console.print(Text(f"Warning ({plain(defense.spec)}): {plain(warning.text)}", "yellow"))
+    for defense in summary.defenses:
+        if defense.test:
+            console.print(Text(f"Test of {plain(defense.spec)}: {words.evidence_line(defense.test)}.", "dim"))
+    if summary.victims_needed:
+        console.print(Text(words.needed_sentence(summary.victims_needed), "dim"))
     overall, choice = plain(words.overall(summary)), words.recommend(summary)
     if not choice.text.startswith(overall):
         console.print(Text(overall))

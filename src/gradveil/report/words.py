@@ -10,9 +10,23 @@ from dataclasses import dataclass
 
 from gradveil.core.results import Rate, ScoreStatistics, Statistic
 from gradveil.core.text import listing, plural, shorten
-from gradveil.summary import LEAKS, NO_LEAK, NOT_JUDGED, UNREFUTED, DefenseRow, Summary
+from gradveil.metrics.leak_test import LEAST_EXCESS, POWER
+from gradveil.summary import (
+    CANNOT_TELL,
+    LEAKS,
+    NO_LEAK,
+    UNREFUTED,
+    DefenseRow,
+    LeakTest,
+    Notice,
+    NoticeCode,
+    Summary,
+    Verdict,
+    VictimsNeeded,
+)
 
 NOTHING = "–"  # shown for what was not measured
+GUIDE = "https://github.com/gradveil/gradveil/blob/main/docs/verdicts.md"
 
 
 def digits(value: float | None, places: int = 2) -> str:
@@ -80,21 +94,69 @@ def recovered(defense: DefenseRow) -> str:
     )
 
 
+def explained(subject: Verdict | NoticeCode) -> str:
+    """Where a verdict or a notice is explained."""
+    return f"{GUIDE}#{subject.replace(' ', '-')}"
+
+
 def verdict_sentence(defense: DefenseRow) -> str:
     """The verdict in one sentence."""
     clause = recovered(defense)
     if defense.verdict == LEAKS:
         by = f"; the strongest attack was {defense.best.spec}" if defense.best else ""
         return f"{'Without a defense updates leak' if defense.control else 'Updates leak'}: {clause}{by}."
+    if defense.verdict == CANNOT_TELL:
+        return f"This audit cannot tell: {clause}; {_doubt(defense)}."
     if defense.verdict == NO_LEAK:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
-    if defense.verdict == UNREFUTED:
-        weak = "no attack here is built to break this defense, so the evidence is weak"
-        return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
-    return f"Not judged: {clause}."
+    weak = "no attack that is built to break this defense ran, so the evidence is weak"
+    return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
+
+
+def _doubt(defense: DefenseRow) -> str:
+    """Why an audit cannot tell."""
+    test = defense.test
+    if test is None:
+        return "no attack ran"
+    if test.smallest_p > test.level:
+        return "too few strangers are left to compare with"
+    if defense.control:
+        return "that is not more than images of strangers would give"
+    if test.control_rate - test.control_null < LEAST_EXCESS:
+        return f"without a defense the attacks get too little ({percent(test.control_rate)} of the images)"
+    if test.power < POWER:
+        return "with so few victims a leak could have stayed unseen"
+    if failed := [row.spec for row in defense.ranked if row.status == "failed"]:
+        return f"{listing(failed)} failed here"
+    return "the attacks show no leak without a defense either"
+
+
+def evidence_line(test: LeakTest) -> str:
+    """The test behind a verdict, in one line."""
+    untested = f"; {plural(test.untested, 'image')} untested" if test.untested else ""
+    smallest = "none" if test.detectable is None else f"{percent(test.detectable)} of the images"
+    return (
+        f"p = {digits(test.p, 3)} against {plural(test.strangers, 'stranger')}{untested}; "
+        f"statistic {digits(test.statistic, 1)}, {digits(test.null_mean, 1)} expected without a leak; "
+        f"undefended {percent(test.control_rate)} identified; smallest visible leak: {smallest}"
+    )
+
+
+def visible(share: float | None) -> str:
+    """The smallest leak that is seen."""
+    if share is None:
+        return "Not even a leak of all images would be seen with a probability of 80%."
+    return f"A leak of {percent(share)} of the images or more is seen with a probability of at least 80%."
+
+
+def needed_sentence(needed: Sequence[VictimsNeeded]) -> str:
+    """How many victims an audit of this kind needs."""
+    counts = listing(f"{n.victims or 'more than the data has'} for {percent(n.share)}" for n in needed)
+    return f"Victims needed to see a leak of a share of the images with a probability of 80%: {counts}."
 
 
 def _bound(defense: DefenseRow) -> str:
+    """What may have stayed unseen."""
     if defense.worst is None or defense.worst.identified.high <= 0.01:
         return ""
     high = percent(defense.worst.identified.high)
@@ -105,16 +167,16 @@ def overall(summary: Summary) -> str:
     """All the verdicts in one line."""
     judged = [d for d in summary.defenses if not d.control]
     if not judged:
-        return f"Undefended updates: {summary.control.judgement}." if summary.control else "No defense was audited."
-    phrases = {
+        return f"Undefended updates: {summary.control.verdict}." if summary.control else "No defense was audited."
+    phrases: dict[Verdict, tuple[str, str]] = {
         LEAKS: ("leaks", "leak"),
         NO_LEAK: ("showed no leak", "showed no leak"),
         UNREFUTED: ("is unrefuted", "are unrefuted"),
-        NOT_JUDGED: ("could not be judged", "could not be judged"),
+        CANNOT_TELL: ("cannot be judged by this audit", "cannot be judged by this audit"),
     }
     if len(judged) == 1:
-        return f"The audited defense {judged[0].spec} {phrases[judged[0].judgement][0]}."
-    counts = Counter(d.judgement for d in judged)
+        return f"The audited defense {judged[0].spec} {phrases[judged[0].verdict][0]}."
+    counts = Counter(d.verdict for d in judged)
     parts = [f"{counts[verdict]} {forms[counts[verdict] > 1]}" for verdict, forms in phrases.items() if counts[verdict]]
     if len(parts) == 1:
         return f"All {parts[0].replace(' ', ' audited defenses ', 1)}."
@@ -135,17 +197,12 @@ def not_tested(summary: Summary) -> list[str]:
     return items
 
 
-def caveats(summary: Summary) -> list[str]:
-    """The audit's own warnings, and what makes its evidence weak."""
-    items = list(summary.warnings)
-    if summary.control is None:
-        items.append("There is no undefended control here, so it is not shown that the attacks work in this setting.")
-    elif summary.control.verdict != LEAKS:
-        items.append(
-            "Even undefended updates showed no leak here. The attacks did not work in this setting, so the audit "
-            "says nothing about the defenses; try a larger budget or more attacks."
-        )
-    return items
+def caveats(summary: Summary) -> list[Notice]:
+    """The audit's own warnings, and that there is no control where there is none."""
+    if summary.control is not None:
+        return list(summary.warnings)
+    text = "There is no undefended control here, so it is not shown that the attacks work in this setting."
+    return [*summary.warnings, Notice(code="no-control", text=text)]
 
 
 @dataclass(frozen=True)
@@ -161,15 +218,13 @@ def recommend(summary: Summary) -> Recommendation:
     audited = [d for d in summary.defenses if not d.control]
     if not audited:
         return Recommendation(None, "No defense was audited, so none can be recommended.")
-    if summary.control is not None and summary.control.verdict != LEAKS:
-        weak = "the attacks showed no leak even without a defense, so they cannot tell defenses apart"
-        return Recommendation(None, f"No recommendation: {weak}.")
     held = [d for d in audited if d.verdict in (NO_LEAK, UNREFUTED)]
     if not held:
         if all(d.verdict == LEAKS for d in audited):
             which = "The audited defense leaks" if len(audited) == 1 else f"All {len(audited)} audited defenses leak"
             return Recommendation(None, f"{which}. None can be recommended on this evidence.")
-        return Recommendation(None, "No recommendation: every audited defense either leaks or could not be judged.")
+        which = "leaks, or this audit cannot tell" if any(d.verdict == LEAKS for d in audited) else "is beyond what it can tell"
+        return Recommendation(None, f"No recommendation: of each audited defense this audit says that it {which}.")
     if costed := [d for d in held if d.loss is not None]:
         best = min(costed, key=lambda d: (d.loss, d.verdict != NO_LEAK, d.overhead or math.inf))
         why = _among(held, "the least accuracy loss")

@@ -62,6 +62,7 @@ class Outcome(Record):
     seconds: float | None = None
     rows: tuple[ScoreRow, ...] = ()  # attack, baseline
     victims: tuple[ImageScores, ...] = ()  # attack
+    likeness: tuple[tuple[float, ...], ...] = ()  # attack: per batch, of all victims and strangers of its classes
     iterations: int | None = None  # attack
     granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims

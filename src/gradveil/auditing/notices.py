@@ -1,0 +1,98 @@
+"""What a reader must know beside the verdicts. docs/verdicts.md explains each notice under its code."""
+
+from collections.abc import Sequence
+
+from gradveil import attacks as attack_methods
+from gradveil.auditing.case import Case
+from gradveil.core.text import plural
+from gradveil.defenses.base import Defense
+from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL, POWER
+from gradveil.storage.run_folder import StoredCell
+from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, LeakTest, Notice, NoticeCode, Verdict
+
+
+def not_tested(case: Case) -> tuple[str, ...]:
+    """What the audit says nothing about."""
+    spec = case.spec
+    items = ["other data, models, batch sizes and local training than those of the scope"]
+    if not (spec.trained_rounds or spec.trained_epochs):
+        items.append("a trained model")
+    if spec.knowledge != "upper-bound":
+        items.append("an adversary that also knows the defense's secrets (level upper-bound)")
+    if spec.updates == 1:
+        items.append("an adversary that sees several updates of the same images")
+    items.append("attacks that are not in this audit, or not yet published")
+    return tuple(items)
+
+
+def audit_notices(case: Case, control: DefenseRow, weak: Sequence[str]) -> tuple[Notice, ...]:
+    """What concerns all defenses. `weak` are the attacks that show no leak on the control."""
+    texts: dict[NoticeCode, str] = {}
+    test, slots = control.test, case.slots
+    if slots.smallest_p > LEVEL:
+        texts["few-strangers"] = (
+            f"With {plural(len(slots.stranger_label), 'stranger')} the smallest p-value is {slots.smallest_p:.2g}, so that no "
+            "leak can be shown. More private images, or fewer victims of each class, are needed."
+        )
+    elif control.verdict != LEAKS:
+        texts["control-does-not-leak"] = (
+            "The attacks show no leak even without a defense. They did not work in this setting, so their failing under a "
+            "defense says nothing; a larger budget, more attacks or more victims may help."
+        )
+    elif test is not None and test.control_rate - test.control_null < LEAST_EXCESS:
+        texts["control-leaks-little"] = (
+            f"Without a defense the attacks identify {test.control_rate:.0%} of the images, which is less than half above "
+            "chance. So their failing under a defense says little."
+        )
+    if weak and control.verdict == LEAKS:
+        verb = "does" if len(weak) == 1 else "do"
+        texts["weak-attacks"] = (
+            f"{', '.join(weak)} {verb} not show the leak of undefended updates, so failing under a defense says nothing."
+        )
+    if test is not None and test.untested:
+        images = plural(test.untested, "private image")
+        texts["untested-victims"] = f"{images} took no part in the test: no other private image of the class is left."
+    if not case.data.has_classes:
+        texts["no-classes"] = "The data has no classes, so strangers and distractors come from all images."
+    if case.spec.knowledge != "realistic":
+        texts["granted-more"] = (
+            f"The adversary is granted more than a real server has (level {case.spec.knowledge}), "
+            "so leaks may be larger here than in practice."
+        )
+    return _notices(texts)
+
+
+def defense_notices(
+    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell], test: LeakTest | None, verdict: Verdict
+) -> tuple[Notice, ...]:
+    """What concerns one defense."""
+    texts: dict[NoticeCode, str] = {}
+    if observed.status != "ok":
+        texts["no-updates"] = f"its updates could not be computed: {observed.error}"
+    elif test is None:
+        texts["no-attack-ran"] = "no attack ran on it"
+    elif verdict == CANNOT_TELL and case.slots.smallest_p <= test.level and test.power < POWER:
+        texts["few-victims"] = (
+            f"with {plural(case.spec.victims, 'victim')} a leak half as frequent as without a defense is seen with a "
+            f"probability of {test.power:.0%} only"
+        )
+    if defense.random and case.spec.updates == 1:
+        texts["single-draw"] = (
+            "random, but judged on a single draw: repeated updates of the same images may leak more (--updates)"
+        )
+    if observed.zero_updates:
+        texts["zero-updates"] = f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked"
+    if observed.broken_updates:
+        texts["broken-updates"] = f"{observed.broken_updates} updates hold values that are not finite"
+    failed = [cell.attack for cell in attacked if cell.status == "failed"]
+    if failed and observed.status == "ok":
+        texts["attacks-failed"] = f"failed: {', '.join(failed)}; that is no sign of protection"
+    if partly := [cell.attack for cell in attacked if cell.status == "ok" and cell.error]:
+        texts["images-failed"] = f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt"
+    if unknown := [c for c in defense.counters if c not in attack_methods.registry]:
+        texts["unknown-counter"] = f"{', '.join(unknown)}, said to break it, is no attack of this version"
+    return _notices(texts)
+
+
+def _notices(texts: dict[NoticeCode, str]) -> tuple[Notice, ...]:
+    return tuple(Notice(code=code, text=text) for code, text in texts.items())
