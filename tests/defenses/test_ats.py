@@ -200,3 +200,13 @@ def test_policy_from_a_file(tmp_path: Path) -> None:
         file.write_text(bad)
         with pytest.raises(UserError, match="gradveil search"):
             parse(f"ats:policy={file}")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "null", '{"policy": ["3-1-7"]}', '{"policy": "' + "3-1-7+" * 100_000 + '1"}', "é"]
+)
+def test_a_policy_file_of_a_stranger_is_told_in_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError) as error:
+        parse(f"ats:policy={tmp_path}/policy.json")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000

@@ -23,7 +23,7 @@ from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.data.ats import search as ats_search
 from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, transform, write_policy
-from gradveil.defenses.data.ats.scores import Score, SearchResult
+from gradveil.defenses.data.ats.scores import Score, ScoreLog, SearchResult
 from gradveil.defenses.data.ats.search import Scorer, Search, candidates, choose, half_trained, search_policy
 from gradveil.models import build
 from gradveil.storage.files import LOCK
@@ -262,3 +262,18 @@ def test_shifting_hides_most_on_cifar() -> None:
     tensors |= {f"fresh.{n}": t for n, t in task.model.state().items()}
     scorer = Scorer(task, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
     assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "null", "{}", '{"policy": 3}', '{"policy": "3-1-7", "accuracy": "x", "privacy": null}', "["]
+)
+def test_a_damaged_log_of_scores_is_told_in_one_line(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "scores.jsonl"
+    ScoreLog(file, "key", lambda: None)
+    with file.open("a") as log:
+        log.write(line + "\n")
+    with pytest.raises(UserError, match=r"scores\.jsonl"):
+        ScoreLog(file, "key", lambda: None)
+    file.write_text(line + "\n")
+    with pytest.raises(UserError, match=r"scores\.jsonl"):
+        ScoreLog(file, "key", lambda: None)

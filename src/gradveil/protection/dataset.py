@@ -6,7 +6,6 @@ come from is stored in that folder too, and is removed with it.
 """
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradveil.core.errors import UserError, shape_text
@@ -34,6 +32,8 @@ from gradveil.data.resize import resize_square
 from gradveil.data.validation import to_batch
 from gradveil.defenses import Defense, Setup, Step, parse
 from gradveil.storage.files import LOCK, DiskFull, alone_in, contents, room_for, sync_folder, write_json, write_tensors
+from gradveil.storage.reading import read_json
+from gradveil.storage.tensor_file import read_tensors
 
 BATCH = 128
 MARKER = ".gradveil-protect.json"  # says that a folder of unfinished work is ours, and of which run
@@ -132,9 +132,9 @@ class WorkFolder:
     def secret(self) -> bytes | None:
         """The stored secret, if the unfinished work is of this run."""
         try:
-            marker = json.loads((self.path / MARKER).read_text(encoding="utf-8"))
-            return bytes.fromhex(marker["secret"]) if marker["key"] == self.key else None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged: begin anew
+            marker = read_json(self.path / MARKER)
+            return bytes.fromhex(marker["secret"]) if isinstance(marker, dict) and marker["key"] == self.key else None
+        except (UserError, ValueError, KeyError, TypeError):  # none, or damaged: begin anew
             return None
 
     def begin(self) -> bytes:
@@ -263,7 +263,7 @@ class ProtectionJob:
                 step = Step(task, state, batch, self.streams("protect", place, i), memory)
                 encoded = part.batch(part.data(batch, step), step)
                 write_tensors(file, {"x": encoded.x, "y": encoded.y})
-            rows.append(load_file(file))
+            rows.append(read_tensors(file))
             if self.progress:
                 self.progress(part.name, i + 1, len(files))
         return Batch(torch.cat([row["x"] for row in rows]), torch.cat([row["y"] for row in rows]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.core.errors import UserError
+from gradveil.core.errors import UserError, shown
 from gradveil.core.randomness import Stream, generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense, Step, defense
 from gradveil.defenses.data.ats.transforms import FUNCTIONS, apply
+from gradveil.storage.reading import read_json
 
 Policy = tuple[int, ...]
 LONGEST = 3  # functions in a policy at most
 
+MAX_TEXT = 1_000  # characters; no two of the fifty functions may be shared, so policies are short
 _POLICIES = re.compile(r"\d+(-\d+)*(\+\d+(-\d+)*)*")
 
 
@@ -110,8 +111,8 @@ def transform(images: Tensor, policies: tuple[Policy, ...], draw: Draw, crop: in
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
     """`3-1-7+43-18-18` as tuples of indices. Policies that are combined may not share a function (section 4.4)."""
-    if not _POLICIES.fullmatch(text):
-        raise UserError(f"'{text}' is not an ATS policy; write 3-1-7 or 3-1-7+43-18-18, random, or a file.json.")
+    if len(text) > MAX_TEXT or not _POLICIES.fullmatch(text):
+        raise UserError(f"{shown(text)} is not an ATS policy; write 3-1-7 or 3-1-7+43-18-18, random, or a file.json.")
     policies = tuple(tuple(int(i) for i in part.split("-")) for part in text.split("+"))
     for policy in policies:
         if len(policy) > LONGEST:
@@ -139,11 +140,9 @@ def random_policy(rng: Stream) -> Policy:
 def read_policy(path: Path) -> str:
     """The policy in a file that a search has written."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the ATS policy {path}: {error.strerror}.") from None
-    except ValueError:
-        raise UserError(f"{path} is not JSON; `gradveil search` writes a policy file.") from None
+        content = read_json(path)
+    except UserError as error:
+        raise UserError(f"cannot read an ATS policy, which `gradveil search` writes: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("policy"), str):
         raise UserError(f"{path} holds no 'policy'; `gradveil search` writes a policy file.")
     return str(content["policy"])

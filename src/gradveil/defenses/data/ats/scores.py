@@ -14,8 +14,10 @@ from typing import Any
 from gradveil.core.errors import UserError
 from gradveil.defenses.data.ats.defense import Policy, parse_policies, write_policy
 from gradveil.processes.scheduler import Listener
+from gradveil.storage.reading import parse_json, read_bytes
 
 Json = dict[str, Any]
+MAX_LOG = 1 << 26  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Score:
     @staticmethod
     def read(row: Json) -> Score:
         (policy,) = parse_policies(row["policy"])
-        return Score.lost(policy, row["failed"]) if "failed" in row else Score(policy, row["accuracy"], row["privacy"])
+        if "failed" in row:
+            return Score.lost(policy, str(row["failed"]))
+        return Score(policy, float(row["accuracy"]), None if row["privacy"] is None else float(row["privacy"]))
 
     @staticmethod
     def lost(policy: Policy, reason: str) -> Score:
@@ -87,6 +91,14 @@ class SearchResult:
         }
 
 
+def _stored(line: bytes, path: Path) -> Score:
+    row = parse_json(line, path)
+    try:
+        return Score.read(row if isinstance(row, dict) else {})
+    except (UserError, KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{path}: a line is not a score; give another --out, or remove it.") from None
+
+
 class ScoreLog(Listener[Candidate, Json]):
     """Scores as JSON lines, each written to disk at once. An incomplete line of a killed process is removed.
 
@@ -98,16 +110,17 @@ class ScoreLog(Listener[Candidate, Json]):
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = read_bytes(path, MAX_LOG).splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and json.loads(whole[0]).get("search") != key:
+        first = parse_json(whole[0], path) if whole else None
+        if whole and not (isinstance(first, dict) and first.get("search") == key):
             raise UserError(f"{path} holds the scores of another search; give another --out, or remove it.")
         if len(whole) < len(lines):
             os.truncate(path, sum(map(len, whole)))
         if not whole:
             self._append({"search": key})
         for line in whole[1:]:
-            score = Score.read(json.loads(line))
+            score = _stored(line, path)
             if not score.failed:
                 self.scores[score.policy] = score
 
