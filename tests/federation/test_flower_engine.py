@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +20,7 @@ from torch import nn
 from gradveil.core.errors import UserError
 from gradveil.data import DataSet
 from gradveil.federation import FederationPlan, History, train
-from gradveil.federation.faults import Failure, Reply
+from gradveil.federation.faults import Failure, OutOfTime, Reply, at_most
 from gradveil.federation.rounds import Federation
 
 pytest.importorskip("flwr", reason="the flower engine needs flwr")
@@ -259,9 +263,47 @@ def test_what_cannot_work_at_all_is_no_fault_of_a_client(tmp_path: Path) -> None
 def test_time_that_is_over_is_over_even_for_code_that_catches_everything() -> None:
     import time
 
-    with pytest.raises(flower_engine._OutOfTime, match="more than the 0.1 s"), flower_engine._at_most(0.1):
+    with pytest.raises(OutOfTime, match="more than the 0.1 s"), at_most(0.1):
         while True:
             try:
                 time.sleep(0.01)
             except Exception:
                 continue
+
+
+def test_a_reply_that_cannot_be_read_is_a_failure_of_one_client(tmp_path: Path) -> None:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    def broken(client: int, message: Any) -> Any:
+        content = good(client, message)
+        if client == 1:
+            content["update"]["w"] = Array("float32", (2, 3), "numpy.ndarray", b"")
+        elif client == 2:
+            content["facts"] = ConfigRecord({"kind": "delta", "examples": 2**62})
+        elif client == 3:
+            del content["update"]
+        elif client == 4:
+            content["facts"] = ConfigRecord({"kind": "delta", "examples": 5, "cosine": math.inf})
+        elif client == 5:
+            content = RecordDict({"update": ArrayRecord()})
+        return content
+
+    replies = {r.client: r for r in transport(FakeGrid(6, broken), tmp_path)(STATE, 0, list(range(6)))}
+    assert isinstance(replies.pop(0), Reply)
+    for reply in replies.values():
+        assert isinstance(reply, Failure)
+        assert reply.reason.startswith("sent a reply that cannot be read (") and "\n" not in reply.reason
+
+
+@pytest.mark.slow
+def test_ray_asks_for_a_token_listens_on_loopback_and_asks_no_cloud(tmp_path: Path) -> None:
+    """In a process of its own: Ray reads these settings when it is imported."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    command = [sys.executable, str(Path(__file__).with_name("ray_probe.py")), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    assert lines["listens"] in ("0100007F", "0000000000000000FFFF00000100007F")  # 127.0.0.1
+    assert lines["proxy"] == "True"  # clients' code has the network that it had
+    assert lines["stranger"].startswith("refused")
+    assert lines["requests"] == "[]"

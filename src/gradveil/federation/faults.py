@@ -1,10 +1,14 @@
 """Replies that a server must not average: clients that failed, and updates that are broken or absurdly large."""
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from gradveil.core.errors import one_line, shape_text
 from gradveil.core.types import Tensors, Update
@@ -43,6 +47,30 @@ def too_late(limit: float) -> str:
     return f"took more than the {limit:g} s it had"
 
 
+class OutOfTime(BaseException):
+    """Not an Exception, because a client's code may catch those."""
+
+
+@contextmanager
+def at_most(seconds: float | None) -> Iterator[None]:
+    """Interrupt work that takes longer. Only Unix has the alarm, in the main thread, and it acts between steps of Python."""
+    alarm = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if seconds is None or not alarm:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise OutOfTime(too_late(seconds))
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def screen(replies: Sequence[Reply | Failure], parameters: Tensors, buffers: Tensors) -> tuple[list[Reply], list[Failure]]:
     """The replies that can be averaged, and one failure for each of the others; both in the order of clients."""
     valid: list[Reply] = []
@@ -73,10 +101,14 @@ def _fault(reply: Reply, parameters: Tensors, buffers: Tensors) -> str | None:
     if wrong := set(reply.buffers) - set(buffers):
         return f"sent wrong tensors: '{min(wrong)}' is no statistic of the model"
     expected = {**buffers, **parameters}
+    if strange := [n for n, value in reply.sent().items() if type(value) is not Tensor]:
+        return f"sent '{strange[0]}' as something else than a tensor"
     for name, value in reply.sent().items():
         if value.shape != expected[name].shape:
             return f"sent '{name}' as {shape_text(value.shape)}; the model's is {shape_text(expected[name].shape)}"
-        if not bool(torch.isfinite(value).all()):
+        if not value.is_floating_point():
+            return f"sent '{name}' as {value.dtype}, not as real floating point numbers"
+        if not bool(torch.isfinite(value.to(expected[name].dtype)).all()):
             return f"sent values that are not finite in '{name}'"
     return f"claims {reply.update.examples} examples" if reply.update.examples < 1 else None
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import logging
 import os
-import signal
+import secrets
 import sys
 import tempfile
 import threading
@@ -22,16 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.text import shorten
 from gradveil.core.types import Kind, Tensors, Update
-from gradveil.federation.faults import Failure, Reply, raised, too_late
+from gradveil.federation.faults import Failure, OutOfTime, Reply, at_most, raised
 from gradveil.federation.history import History
 from gradveil.federation.plan import FederationPlan
 from gradveil.federation.rounds import Federation, Participant, Server, run
 from gradveil.processes.worker import cores
+from gradveil.protection.flower.messages import numpy_arrays
 
 if TYPE_CHECKING:
     from flwr.app import ConfigRecordValues, Context, Message, RecordDict
@@ -49,6 +51,8 @@ _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_PROXIES = [case(f"{kind}_proxy") for kind in ("http", "https", "all", "no") for case in (str.lower, str.upper)]
+_CLOSED_PORT, _LOOPBACK = "http://127.0.0.1:1", "127.0.0.1,localhost"
 _MAX_ACTORS = 8
 _PAUSE = 0.05  # seconds between two requests for replies
 _GRACE = 10  # seconds beyond the deadline, which clients keep by themselves unless they hang
@@ -59,8 +63,7 @@ def simulate(
     federation: Federation, server: Server, history: History, after_round: Callable[[History, Server], None] | None = None
 ) -> History:
     """Do the rounds that `history` does not hold yet, with every client as a node of a Flower simulation."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    configure()
     try:
         import ray
         from flwr.serverapp import ServerApp
@@ -99,24 +102,60 @@ def simulate(
     return history
 
 
+def configure() -> None:
+    """Set what Flower and Ray read from the environment when they are imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # who connects must know the token of this process
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 def _start_ray(actors: int) -> None:
     """Start Ray on this machine. Ray gives its parts half a minute, which a machine at full load may exceed."""
     import ray
 
-    path = os.pathsep.join(p for p in sys.path if p)
+    variables = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    if not _authenticated():
+        logging.getLogger("gradveil").warning("Ray was imported before, so it runs on this machine without authentication.")
     try:
-        ray.init(
-            address="local",
-            num_cpus=actors,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-            _node_ip_address="127.0.0.1",
-        )
+        with _no_requests() as before:
+            ray.init(
+                address="local",
+                num_cpus=actors,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                runtime_env={"env_vars": {**variables, **before}},
+                _node_ip_address="127.0.0.1",
+            )
     except Exception as error:  # Ray has no exception class for it
         reason = one_line(error)
         raise UserError(f"Ray did not start on this machine ({reason}). Try again, or use engine inline.") from None
+
+
+def _authenticated() -> bool:
+    """Whether Ray asks everyone who connects for the token of this process; old versions cannot."""
+    raylet = importlib.import_module("ray._raylet")
+    mode = getattr(raylet, "get_authentication_mode", None)
+    return mode is not None and bool(mode() == raylet.AuthenticationMode.TOKEN)
+
+
+@contextmanager
+def _no_requests() -> Iterator[dict[str, str]]:
+    """Processes that are started meanwhile reach no other machine by HTTP. The variables that give it back to actors.
+
+    With its dashboard and its usage statistics switched off, Ray still asks the metadata services of three clouds for a name.
+    """
+    before = {name: os.environ.get(name) for name in _PROXIES}
+    os.environ.update(dict.fromkeys(_PROXIES, _CLOSED_PORT) | {"no_proxy": _LOOPBACK, "NO_PROXY": _LOOPBACK})
+    try:
+        yield {name: value or "" for name, value in before.items()}
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -140,8 +179,8 @@ class _Facts(BaseModel):
     round: int = 0
     client: int = -1
     kind: Kind = "gradient"
-    examples: int = 0
-    cosine: float | None = None
+    examples: int = Field(default=0, ge=0, le=2**40)
+    cosine: float | None = Field(default=None, ge=-1, le=1)
     failed: str = ""  # the fault of this client in this round
     refused: str = ""  # no client can do what was asked for
 
@@ -158,8 +197,8 @@ def _facts(message: Message) -> _Facts:
 
 
 def _tensors(message: Message, name: str) -> Tensors:
-    record = message.content.array_records[name]
-    return {key: torch.from_numpy(array.numpy().copy()) for key, array in record.items()}
+    arrays = numpy_arrays(message.content.array_records[name])
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}
 
 
 # -- the side of the clients -------------------------------------------------------------------------------------------
@@ -191,11 +230,11 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
         (started / message.metadata.message_id).touch()
         tensors: dict[str, Tensors] = {}
         try:
-            with _at_most(deadline):
+            with at_most(deadline):
                 reply = participant.reply(_tensors(message, "state"), _facts(message).round)
             facts = _Facts(kind=reply.update.kind, examples=reply.update.examples, cosine=reply.cosine)
             tensors = {"update": reply.update.tensors, "buffers": reply.buffers}
-        except _OutOfTime as error:
+        except OutOfTime as error:
             facts = _Facts(failed=str(error))
         except UserError as error:
             facts = _Facts(refused=str(error))
@@ -206,29 +245,6 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
     app.query()(identify)
     app.train()(train)
     return app
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, because a client's code may catch those."""
-
-
-@contextmanager
-def _at_most(seconds: float | None) -> Iterator[None]:
-    """Interrupt work that takes longer. Only Unix has the alarm, and it acts between two steps of Python."""
-    if seconds is None or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise _OutOfTime(too_late(seconds))
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # -- the side of the server --------------------------------------------------------------------------------------------
@@ -324,13 +340,16 @@ class _Transport:
 def _reply(message: Message, client: int) -> Reply | Failure:
     if message.has_error():
         return Failure(client, f"died: {_reason(message)}")
-    facts = _facts(message)
+    try:
+        facts = _facts(message)
+        if not (facts.refused or facts.failed):
+            update = Update(_tensors(message, "update"), facts.kind, facts.examples)
+            return Reply(client, update, _tensors(message, "buffers"), facts.cosine)
+    except Exception as error:  # whatever is wrong with a reply, it must not stop the round
+        return Failure(client, f"sent a reply that cannot be read ({type(error).__name__}: {shorten(one_line(error), 120)})")
     if facts.refused:
         raise UserError(facts.refused)  # no fault of this client: the settings cannot work
-    if facts.failed:
-        return Failure(client, facts.failed)
-    update = Update(_tensors(message, "update"), facts.kind, facts.examples)
-    return Reply(client, update, _tensors(message, "buffers"), facts.cosine)
+    return Failure(client, facts.failed)
 
 
 def _reason(message: Message) -> str:

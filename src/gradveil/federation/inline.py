@@ -15,7 +15,7 @@ from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.federation.checkpoint import Checkpoint
-from gradveil.federation.faults import Failure, Reply, raised, too_late
+from gradveil.federation.faults import Failure, OutOfTime, Reply, at_most, raised, too_late
 from gradveil.federation.history import History
 from gradveil.federation.plan import FederationPlan
 from gradveil.federation.rounds import Engine, Federation, run
@@ -37,8 +37,8 @@ def train(
 
     With a defense that changes the model, all clients run the changed one. `loss` is a name, `pkg.mod:factory`, or a
     function of (outputs, targets). With `folder`, every finished round is stored there, and the same call resumes.
-    `plan.deadline` limits the seconds of a client per round: inline, a later reply is left out; on Flower, the work is
-    stopped. `cache` is a folder for what defenses train once.
+    `plan.deadline` limits the seconds of a client per round: its work is stopped, and a later reply is left
+    out. `cache` is a folder for what defenses train once.
     """
     federation = Federation(module, data, defense, plan, loss=find_loss(loss), cache=cache, progress=progress)
     checkpoint = Checkpoint(folder, federation, loss_name(loss)) if folder else None
@@ -67,7 +67,11 @@ def inline(federation: Federation) -> Engine:
         for k in chosen:
             began = time.perf_counter()
             try:
-                reply = participants[k].reply(state, round)
+                with at_most(federation.plan.deadline):
+                    reply = participants[k].reply(state, round)
+            except OutOfTime as error:
+                replies.append(Failure(k, str(error)))
+                continue
             except UserError:
                 raise  # not a fault of this client: the settings cannot work
             except Exception as error:

@@ -7,6 +7,7 @@ is a function of (state, round, clients) that returns their replies.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ class Federation:
         with seeded(plan.seed, "network"):  # a defense may add layers; torch draws their weights from its global stream
             self.module = self.defense.model(copy.deepcopy(module), data.input_shape)
         self.batch_norm = has_batch_norm(self.module)
+        if self.batch_norm and plan.num_defended:
+            logging.getLogger("gradveil").info("BatchNorm's statistics leave each client beside its update, unprotected")
         self.task = data.task(ModelFunction(self.module, loss))  # as the server evaluates it
         self.training_task = data.task(ModelFunction(self.module, loss, "train"))  # as clients train it
         self.statistics = RunningStatistics(self.module)

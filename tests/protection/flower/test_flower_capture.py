@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -75,17 +78,80 @@ def test_every_reply_is_written_and_the_strategy_works_as_before(net: nn.Module,
     assert set(load_file(folder / "buffers-7.safetensors")) == {n for n, _ in net.named_buffers()}
 
 
-def test_a_broken_reply_is_left_to_the_strategy(net: nn.Module, message: Make, tmp_path: Path) -> None:
+def spoiled(how: str, sent: Any, state: dict[str, torch.Tensor]) -> Any:
+    """A reply of node 8 that is broken in one way."""
+    from flwr.app import Array, MetricRecord
+
+    reply = reply_of(sent, {n: t + 1 for n, t in state.items()}, 8, 4)
+    arrays = reply.content["arrays"]
+    header = np.lib.format.header_data_from_array_1_0(np.zeros(3, np.float32)) | {"shape": (10**11,)}
+    lying = io.BytesIO()
+    np.lib.format.write_array_header_1_0(lying, header)
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    bodies = {"empty": b"", "lying": lying.getvalue(), "pickle": pickled.getvalue(), "text": b"not an array"}
+    values = {"nan": torch.full((3,), math.nan), "shape": torch.zeros(9), "complex": torch.ones(3, dtype=torch.complex64)}
+    weights: dict[str, Any] = {"inf": math.inf, "not-a-number": math.nan, "zero": 0, "negative": -3, "list": [4, 4]}
+    if how in bodies:
+        arrays["4.bias"] = Array("float32", (3,), "numpy.ndarray", bodies[how])
+    elif how == "type":
+        arrays["4.bias"] = Array("float32", (3,), "pickle", arrays["4.bias"].data)
+    elif how == "claim":
+        arrays["4.bias"] = Array("float64", (3,), "numpy.ndarray", arrays["4.bias"].data)
+    elif how in values:
+        arrays["4.bias"] = Array(values[how].numpy())
+    elif how in weights:
+        reply.content["metrics"] = MetricRecord({"num-examples": weights[how]})
+    elif how == "no-weight":
+        reply.content["metrics"] = MetricRecord({"loss": 1.0})
+    else:
+        del reply.content[how]
+    return reply
+
+
+BROKEN = ["empty", "lying", "pickle", "text", "type", "claim", "nan", "shape", "complex", "inf", "not-a-number", "zero"]
+BROKEN += ["negative", "list", "no-weight", "arrays", "metrics"]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_reply_never_stops_a_round(
+    net: nn.Module, message: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The others are averaged as if it had not come, and the log says why."""
+    message()
+    watched = strategy(tmp_path)
+    before = {n: t.clone() for n, t in net.state_dict().items()}
+    sent = send(watched, before)
+    good = reply_of(sent, {n: t + 2 for n, t in before.items()}, 7, 4)
+    with caplog.at_level("WARNING"):
+        arrays, _ = watched.aggregate_train(1, [spoiled(how, sent, before), good])
+    assert torch.allclose(torch.tensor(arrays["4.bias"].numpy()), before["4.bias"] + 2)
+    assert {p.name for p in (tmp_path / "round-001").glob("client-*")} == {"client-7.safetensors"}
+    (logged,) = [m for m in caplog.messages if "left out" in m]
+    assert logged.startswith("gradveil: the reply of node 8 is left out: ") and "\n" not in logged
+
+
+def test_replies_that_do_not_agree_leave_the_model_as_it_is(net: nn.Module, message: Make, tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
     message()
     watched = strategy(tmp_path)
     sent = send(watched, net.state_dict())
-    broken = reply_of(sent, {**net.state_dict(), "4.bias": torch.zeros(9)}, 7, 1)
-    heard = []
-    watched.aggregate = heard.append
-    assert watched.aggregate_train(1, [Message(Error(2, "gone"), reply_to=sent), broken])[0] is not None
-    assert [p.name for p in (tmp_path / "round-001").iterdir()] == ["before.safetensors"]
+    one, two = (reply_of(sent, net.state_dict(), node, 1) for node in (7, 8))
+    two.content["metrics"]["extra"] = 1.0  # FedAvg raises an error for names that differ
+    assert watched.aggregate_train(1, [one, two]) == (None, None)
+    assert watched.aggregate_train(1, [Message(Error(2, "gone"), reply_to=sent)]) == (None, None)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_capture_and_not_the_round(
+    net: nn.Module, message: Make, tmp_path: Path
+) -> None:
+    message()
+    watched = strategy(tmp_path)
+    sent = send(watched, net.state_dict())
+    (tmp_path / "round-001" / "client-7.safetensors").mkdir()
+    arrays, _ = watched.aggregate_train(1, [reply_of(sent, {n: t + 1 for n, t in net.state_dict().items()}, 7, 1)])
+    assert arrays is not None
 
 
 def test_only_the_rounds_asked_for(net: nn.Module, message: Make, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from gradveil.core.errors import UserError
-from gradveil.protection.flower.arrays import STATISTICS, Arrays, save_arrays
+from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.core.text import shorten
+from gradveil.protection.flower.arrays import STATISTICS, Arrays, check_values, save_arrays
+from gradveil.protection.flower.messages import numpy_arrays
 from gradveil.storage.files import write_tensors
 
 if TYPE_CHECKING:
@@ -37,9 +42,13 @@ def capture(
     beside the metrics that the client reported: `input_shape`, `num_classes`, `mean`, `std`, `local_steps`, `lr` (taken
     from the training config where it has one). With them, `gradveil attack client-NODE.safetensors --model …
     --before before.safetensors` needs nothing else.
+
+    A broken reply never stops a round: where its arrays cannot be read, do not fit the model or are not finite, or its weight
+    is no positive number, it is logged, and the strategy does not get it.
     """
-    weight = getattr(strategy, "weighted_by_key", "num-examples")
-    writer = _Writer(Path(folder), rounds, tuple(untouched), facts, weight)
+    from flwr.serverapp.exception import InconsistentMessageReplies
+
+    writer = _Writer(Path(folder), rounds, tuple(untouched), facts, getattr(strategy, "weighted_by_key", None))
     configure, aggregate = strategy.configure_train, strategy.aggregate_train
 
     def configure_train(server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -48,10 +57,12 @@ def capture(
         return messages
 
     def aggregate_train(server_round: int, replies: Iterable[Message]) -> Any:
-        arrived = list(replies)
-        for reply in arrived:
-            writer.received(server_round, reply)
-        return aggregate(server_round, arrived)
+        usable = [reply for reply in list(replies) if writer.received(server_round, reply)]
+        try:
+            return aggregate(server_round, usable)
+        except InconsistentMessageReplies as error:  # a client whose metrics have other names than those of the others
+            _warn("round %s: the model stays as it is: %s", server_round, one_line(error))
+            return None, None
 
     # On the object itself, so that a strategy with a `start` of its own, or wrapped by another, is captured too.
     vars(strategy).update(configure_train=configure_train, aggregate_train=aggregate_train)
@@ -64,37 +75,53 @@ class _Writer:
     rounds: Collection[int] | None
     untouched: tuple[str, ...]
     facts: dict[str, Any]
-    weight: str  # the metric that holds the number of examples
+    weight: str | None  # the metric by which the strategy weights a reply, if it does
     before: Arrays = field(default_factory=dict)
     lr: dict[str, Any] = field(default_factory=dict)
 
     def sent(self, round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        self.before = numpy_arrays(arrays)
         if self._wanted(round):
-            self.before = _numpy(arrays)
             self.lr = {"lr": config["lr"]} if "lr" in config else {}
             write_tensors(self._place(round) / "before.safetensors", _tensors(self.before))
 
-    def received(self, round: int, reply: Message) -> None:
-        """Write one reply down. A broken one is the strategy's to judge: it is told of and never stops the round."""
-        if not self._wanted(round) or reply.has_error():
-            return
+    def received(self, round: int, reply: Message) -> bool:
+        """Write one reply down, and say whether a strategy can use it."""
+        if reply.has_error():
+            return True
         node = reply.metadata.src_node_id
         try:
-            after = {name: a for record in reply.content.array_records.values() for name, a in _numpy(record).items()}
-            reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
-            facts = {**self.lr, **self.facts, "round": round, "reported": reported}
-            path = self._place(round) / f"client-{node}.safetensors"
-            received = {name: a for name, a in after.items() if name in self.before}
-            examples = self._examples(reply)
-            written = save_arrays(path, self.before, received, examples=examples, untouched=self.untouched, **facts)
-            if rest := {name: a for name, a in after.items() if name not in written}:
-                write_tensors(self._place(round) / f"buffers-{node}.safetensors", _tensors(rest))
-        except (UserError, ValueError, TypeError) as error:
-            from logging import WARNING
+            after, examples = self._arrays(reply), self._examples(reply)
+        except Exception as error:  # input from a stranger, whatever is wrong with it
+            _warn("the reply of node %s is left out: %s", node, shorten(one_line(error), 200))
+            return False
+        try:
+            if self._wanted(round):
+                self._write(round, node, after, examples, reply)
+        except Exception as error:
+            _warn("the update of node %s is not captured: %s", node, shorten(one_line(error), 200))
+        return True
 
-            from flwr.common.logger import log
+    def _arrays(self, reply: Message) -> dict[str, NDArray[Any]]:
+        records = reply.content.array_records.values()
+        if not records:
+            raise UserError("it holds no arrays.")
+        after = {name: array for record in records for name, array in numpy_arrays(record).items()}
+        for name, array in after.items():
+            check_values(name, array)
+            if name in self.before and self.before[name].shape != array.shape:
+                shapes = f"{shape_text(array.shape)}, not {shape_text(self.before[name].shape)}"
+                raise UserError(f"'{name}' is {shapes}.")
+        return after
 
-            log(WARNING, "gradveil: the update of node %s is not captured: %s", node, error)
+    def _write(self, round: int, node: int, after: Arrays, examples: int, reply: Message) -> None:
+        reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
+        facts = {**self.lr, **self.facts, "round": round, "reported": reported}
+        path = self._place(round) / f"client-{node}.safetensors"
+        received = {name: a for name, a in after.items() if name in self.before}
+        written = save_arrays(path, self.before, received, examples=examples, untouched=self.untouched, **facts)
+        if rest := {name: a for name, a in after.items() if name not in written}:
+            write_tensors(self._place(round) / f"buffers-{node}.safetensors", _tensors(rest))
 
     def _wanted(self, round: int) -> bool:
         return self.rounds is None or round in self.rounds
@@ -103,13 +130,21 @@ class _Writer:
         return self.folder / f"round-{round:03d}"
 
     def _examples(self, reply: Message) -> int:
-        records = reply.content.metric_records.values()
-        return next((max(1, int(r[self.weight])) for r in records if self.weight in r), 1)
-
-
-def _numpy(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: array.numpy() for name, array in record.items()}
+        name = self.weight or "num-examples"
+        values = [record[name] for record in reply.content.metric_records.values() if name in record]
+        if not values and self.weight:
+            raise UserError(f"it has no metric '{name}'.")
+        for value in values:
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"its metric '{name}' is no positive number.")
+        return max(1, int(float(str(values[0])))) if values else 1
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()}
+
+
+def _warn(text: str, *values: object) -> None:
+    from flwr.common.logger import log
+
+    log(logging.WARNING, f"gradveil: {text}", *values)
