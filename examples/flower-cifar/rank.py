@@ -70,7 +70,7 @@ def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, De
 def measured(row: DefenseRow) -> dict[str, Any]:
     if row.worst is None or row.worst.psnr is None:
         raise SystemExit(f"no attack ran on {row.spec}")
-    return {"identified": row.worst.identified.model_dump(), "psnr": row.worst.psnr.mean, "verdict": row.judgement}
+    return {"identified": row.worst.identified.model_dump(), "psnr": row.worst.psnr.mean, "verdict": row.verdict}
 
 
 def told(row: DefenseRow) -> str:
