@@ -1,7 +1,5 @@
 """The Python entry points that need all of the package: `gradveil.audit` and `gradveil.compare`."""
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +17,8 @@ from gradveil.auditing.spec import SUITE, make_spec, read_spec
 from gradveil.core.errors import UserError
 from gradveil.core.settings import build, fields_of
 from gradveil.defenses.base import Defense
+from gradveil.processes.ending import orderly
+from gradveil.processes.temporary import TemporaryFolder
 from gradveil.report.audit_report import Report
 from gradveil.report.compare import Comparison, compare_runs
 
@@ -49,17 +49,18 @@ def audit(
     if config is None or attacks != SUITE:
         values["attacks"] = attacks
     case = Case(make_spec(values) if config is None else read_spec(Path(config), **values))
-    folder = Path(tempfile.mkdtemp(prefix="gradveil-")) if execution.out is None else execution.out
     display = display_on(Console(stderr=True), quiet)
-    try:
-        run = run_audit(case, replace(execution, out=folder), display)
-        report = Report.written(*run, case.spec.pictures)
-    except BaseException:
-        if execution.out is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if execution.out is None:
-        weakref.finalize(report, shutil.rmtree, folder, ignore_errors=True)  # it holds private images
+    with orderly():
+        temporary = TemporaryFolder() if execution.out is None else None
+        try:
+            run = run_audit(case, replace(execution, out=temporary.path) if temporary else execution, display)
+            report = Report.written(*run, case.spec.pictures)
+        except BaseException:
+            if temporary:
+                temporary.remove()
+            raise
+        if temporary:
+            weakref.finalize(report, temporary.remove)  # it holds private images
     return report
 
 

@@ -17,6 +17,7 @@ from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreS
 from gradveil.storage.run_folder import read_record
 
 SCHEMA: Final = 2
+MAX_DEFENSES, MAX_ROWS = 500, 10_000  # of a summary that is read
 CONTROL = "none"  # the defense that changes nothing: what the attacks get there shows how strong they are
 
 Verdict = Literal["leaks", "cannot tell", "unrefuted", "no leak shown"]  # in order of precedence
@@ -230,7 +231,10 @@ class Summary(Record):
                 f"{file} has schema {version}, this version reads schema {SCHEMA}. "
                 + ("Run the audit again." if version < SCHEMA else "Update gradveil.")
             )
-        return read_record(file, cls, "run the audit again")
+        summary = read_record(file, cls, "run the audit again")
+        if len(summary.defenses) > MAX_DEFENSES or sum(len(d.attacks) for d in summary.defenses) > MAX_ROWS:
+            raise UserError(f"{file}: more than {MAX_DEFENSES:,} defenses or {MAX_ROWS:,} rows, which no audit makes.")
+        return summary
 
     @property
     def control(self) -> DefenseRow | None:

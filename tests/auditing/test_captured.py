@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import resource
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,37 @@ def test_what_is_saved_can_be_opened(tmp_path: Path, image: Tensor) -> None:
     facts = json.loads((folder / "attack.json").read_text())
     assert facts["best"] == "rgap"
     assert facts["not_applicable"].keys() == {"linear"}
+
+
+def test_saving_again_replaces_what_was_saved_and_nothing_else(tmp_path: Path, image: Tensor) -> None:
+    module, folder = network(), tmp_path / "out"
+    rebuilt = gv.attack_update(Update(gradient(module, image, [LABEL])), module, attacks=["rgap"], **KNOWN)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    for _ in range(2):
+        rebuilt.save(folder)
+    assert {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir() if p.name != "notes.txt"} == dict.fromkeys(
+        ("attack.json", "rgap.safetensors", "rgap.png"), 0o600
+    )
+    (folder / "rgap.png").write_text("my own picture")
+    assert "rgap.png is there already" in refused(lambda: rebuilt.save(folder))
+    assert (folder / "rgap.png").read_text() == "my own picture" and (folder / "notes.txt").read_text() == "mine"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    for name, text in (
+        ("attack.json", '{"best": "mine"}'),
+        ("attack.json", "[]"),
+        ("rgap.safetensors", ""),
+        ("rgap.png", None),
+    ):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / name).symlink_to(elsewhere) if text is None else (folder / name).write_text(text)
+        assert "choose another folder" in refused(lambda: rebuilt.save(folder))
+        assert [p.name for p in folder.iterdir()] == [name] and (folder / name).read_text() == (
+            "mine" if text is None else text
+        )
+    assert elsewhere.read_text() == "mine"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Attack an update that was captured elsewhere. No truth is needed: rebuilt images are judged by how they explain it."""
 
+import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from gradveil import attacks as attack_methods
@@ -27,7 +29,7 @@ from gradveil.core.settings import first_error
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Shape, Tensors, Update
 from gradveil.data.raw import MAX_CHANNELS, MAX_CLASSES, MAX_SIDE
-from gradveil.storage.files import write_atomic, write_json, write_tensors
+from gradveil.storage.files import write_indexed
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
 
 Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
@@ -104,15 +106,17 @@ class Rebuilt:
         )
 
     def save(self, folder: str | Path) -> Path:
-        """`FOLDER/ATTACK.safetensors` and `.png` for each attack, and `attack.json`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        rows = []
+        """`FOLDER/ATTACK.safetensors` and `.png` for each attack, and `attack.json`.
+
+        Files of those names that no earlier `save` wrote there are refused and stay as they are.
+        """
+        folder, contents, rows = Path(folder), dict[str, bytes](), []
         for spec, answer in self.by_attack.items():
             stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in spec)
             files = [f"{stem}.safetensors", f"{stem}.png"]
-            write_tensors(folder / files[0], {"images": answer.images})
-            write_atomic(folder / files[1], partial(strip(answer.images).save, format="PNG"))
+            strip(answer.images).save(picture := io.BytesIO(), format="PNG")
+            images = answer.images.detach().cpu().contiguous().clone()
+            contents |= {files[0]: save({"images": images}), files[1]: picture.getvalue()}
             rows.append(
                 {
                     "spec": spec,
@@ -124,7 +128,8 @@ class Rebuilt:
                     "files": files,
                 }
             )
-        write_json(folder / "attack.json", {"best": self.best, "not_applicable": self.not_applicable, "attacks": rows})
+        facts = {"best": self.best, "not_applicable": self.not_applicable, "attacks": rows}
+        write_indexed(folder, contents, "attack.json", facts)
         return folder
 
 

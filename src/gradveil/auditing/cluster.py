@@ -9,11 +9,9 @@ import gc
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -25,6 +23,7 @@ from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError, one_line
 from gradveil.processes.scheduler import Lost, OutOfMemory, Workers
+from gradveil.processes.temporary import TemporaryFolder
 from gradveil.storage.files import write_bytes
 from gradveil.storage.run_folder import RunFolder
 
@@ -144,8 +143,8 @@ def do_cell(spec: dict[str, object], cell: dict[str, object], limits: tuple[int 
     if todo.key not in keys:
         raise UserError("its data, model, code or version of gradveil differs from those of the machine that asks.")
     memory, device, second_try = limits
-    with tempfile.TemporaryDirectory(prefix="gradveil-") as name:
-        folder = RunFolder(Path(name))
+    with TemporaryFolder() as path:
+        folder = RunFolder(path)
         for files in needs:
             _write(folder, files)
         try:

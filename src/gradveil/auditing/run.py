@@ -13,6 +13,7 @@ from gradveil.auditing.progress import Display
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
+from gradveil.processes.temporary import remove_leftover_folders
 from gradveil.processes.worker import cores
 from gradveil.storage.run_folder import Environment, RunFolder, RunIdentity
 from gradveil.summary import Summary
@@ -40,6 +41,7 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
         needs = "data, model and methods by name or as pkg.mod:factory"
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
     plan = make_plan(case)
+    remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         display = display or Display()
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]

@@ -20,6 +20,7 @@ import typer.core
 from gradveil import __version__
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
+from gradveil.processes.ending import orderly
 
 if TYPE_CHECKING:
     import click
@@ -110,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _Interrupts())
     try:
-        code = _run(arguments)
+        with orderly():
+            code = _run(arguments)
     except (KeyboardInterrupt, typer.Abort):
         print("gradveil: stopped; what was finished is kept.", file=sys.stderr)
         code = STOPPED

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
+import stat
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate, Statistic
 from gradveil.core.text import plain
+from gradveil.processes.ending import orderly
+from gradveil.processes.temporary import TemporaryFolder
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
 from gradveil.report.html import PictureMode, write_report
 from gradveil.report.page import page
-from gradveil.storage.files import write_text
+from gradveil.storage.files import make_private, write_atomic, write_text
 from gradveil.summary import CANNOT_TELL, LEAKS, NO_LEAK, UNREFUTED, Summary
 
 if TYPE_CHECKING:
@@ -104,19 +107,15 @@ class Report:
             return target
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"{target} is already there and not empty; choose another folder.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=target.parent, prefix=".gradveil-", suffix=".part"))
-        try:
+        make_private(target.parent)
+        with orderly(), TemporaryFolder(beside=target.parent) as part:
             if self.folder is not None:
-                shutil.copytree(self.folder, part, dirs_exist_ok=True)
+                _copy(self.folder, part)
             write_text(part / "summary.json", self.summary.model_dump_json(indent=1) + "\n")
             write_report(part, pictures)
             if target.exists():
                 target.rmdir()
             os.replace(part, target)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
         return target
 
     def _repr_html_(self) -> str:
@@ -124,3 +123,13 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<Report: {words.overall(self.summary)} {self.summary.scope}>"
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a run's files, private as all of them are. Links and special files, which no run makes, stay behind."""
+    for folder, _, names in os.walk(source):
+        to = target / os.path.relpath(folder, source)
+        make_private(to)
+        for name in names:
+            if stat.S_ISREG(os.lstat(os.path.join(folder, name)).st_mode):
+                write_atomic(to / name, partial(shutil.copyfile, os.path.join(folder, name)))

@@ -4,7 +4,7 @@ A page must open at once even for fourteen defenses under twelve attacks, so all
 budget. When they do not fit, fewer victims are shown (the worst of each defense first) and the page says how many.
 
 A blurred picture is its mean colour, rounded to a few levels: two bits per channel are all that the page holds of it.
-Anything finer lets a reader who has candidates tell which of them it is; docs/tutorial.md has the measured rates.
+Anything finer lets a reader who has candidates tell which of them it is; SECURITY.md has the measured rates.
 """
 
 import base64

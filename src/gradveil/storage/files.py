@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradveil.core.errors import UserError
+from gradveil.storage.reading import read_bytes, read_json
 
 LOCK = ".gradveil.lock"
+MAX_INDEXED = 1 << 32  # bytes of a file that an index lists
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
 
@@ -135,6 +137,35 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_indexed(folder: Path, files: Mapping[str, bytes], index: str, facts: Mapping[str, object]) -> None:
+    """Write files and an index (JSON) of them. A file that is there already is replaced only if the index lists its hash."""
+    earlier = _listed(folder / index)
+    for path in (folder / name for name in files):
+        if os.path.lexists(path) and (path.is_symlink() or _sha256(read_bytes(path, MAX_INDEXED)) not in earlier):
+            raise UserError(f"{path} is there already, and {index} does not list it; choose another folder.")
+    hashes = {_sha256(content) for content in files.values()}
+    # Before the files, with the old hashes too: a process that is killed here leaves files that are listed.
+    write_json(folder / index, {**facts, "sha256": sorted(hashes | earlier)})
+    for name, content in files.items():
+        write_bytes(folder / name, content)
+    write_json(folder / index, {**facts, "sha256": sorted(hashes)})
+
+
+def _listed(index: Path) -> set[str]:
+    """The hashes in an index that is there already."""
+    if not os.path.lexists(index):
+        return set()
+    content = None if index.is_symlink() else read_json(index)
+    hashes = content.get("sha256") if isinstance(content, dict) else None
+    if not isinstance(hashes, list):
+        raise UserError(f"{index} is there already, and gradveil did not write it; choose another folder.")
+    return {text for text in hashes if isinstance(text, str)}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

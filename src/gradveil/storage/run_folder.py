@@ -182,7 +182,9 @@ class RunFolder:
     def _is_ours(self) -> bool:
         """Whether the folder holds a run. False where there is none, or an empty folder of the user that can become one."""
         try:
-            if not os.path.lexists(self.path):
+            try:
+                os.lstat(self.path)
+            except FileNotFoundError:
                 return False
             status = os.stat(self.path)
             if not stat.S_ISDIR(status.st_mode):

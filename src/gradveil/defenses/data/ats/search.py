@@ -8,7 +8,6 @@ accuracy score is per image and relative to no transformation. Every candidate i
 """
 
 import math
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from gradveil.defenses.data.ats.defense import ATS, LONGEST, Draw, Policy, rando
 from gradveil.defenses.data.ats.scores import Candidate, Json, Score, ScoreLog, SearchResult
 from gradveil.models import build
 from gradveil.processes.scheduler import Perform, ThisProcess, Workers, run_jobs
+from gradveil.processes.temporary import TemporaryFolder
 from gradveil.processes.worker import ProcessWorkers
 from gradveil.storage.files import alone_in, write_tensors
 from gradveil.storage.resumable import Shuffled, resumable, trained_once
@@ -180,9 +180,9 @@ def _scoring(scorer: Scorer, model: str | None, workers: int) -> Iterator[Worker
         yield ThisProcess(lambda job, second_try, progress: scorer(job.policy).plain(), lost=Exception)
         return
     task = scorer.task
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder() as folder:
         constants = {"mean": task.mean, "std": task.std, "classes": torch.tensor(task.num_outputs)}
-        write_tensors(file := Path(folder) / "search.safetensors", {**scorer.tensors, **constants})
+        write_tensors(file := folder / "search.safetensors", {**scorer.tensors, **constants})
         setup = {"tensors": str(file), "search": asdict(scorer.search), "model": model}
         yield ProcessWorkers(prepare_scorer, setup, lambda job: job.policy, workers)
 
