@@ -103,9 +103,26 @@ def test_save_leaves_other_folders_alone(tmp_path: Path, run: Callable[..., Path
     assert mine.read_text() == "mine" and {p.name for p in tmp_path.iterdir()} >= {"copy", mine.parent.name}
 
 
+def test_save_follows_no_link_and_copies_none(tmp_path: Path, run: Callable[..., Path]) -> None:
+    folder, empty = run(), tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "link").symlink_to(empty)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (folder / "tensors" / "link").symlink_to(tmp_path)
+    (folder / "secret").symlink_to(__file__)
+    os.mkfifo(folder / "pipe")
+    for name in ("link", "nowhere"):
+        with pytest.raises(UserError, match="is already there"):
+            Report.load(folder).save(tmp_path / name)
+    assert not list(empty.iterdir()) and not (tmp_path / "missing").exists()
+    copy = Report.load(folder).save(tmp_path / "copy")
+    assert not {"secret", "pipe", "link"} & {path.name for path in copy.rglob("*")}
+    assert sorted(os.listdir(copy / "cells")) == sorted(os.listdir(folder / "cells"))
+
+
 def test_save_does_not_mix_two_runs(run: Callable[..., Path]) -> None:
     first, second = run(), run()
-    with pytest.raises(UserError, match="not empty"):
+    with pytest.raises(UserError, match="not an empty folder"):
         Report.load(first).save(second)
     assert Report.load(first).save(first) == first
 

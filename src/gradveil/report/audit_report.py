@@ -105,8 +105,8 @@ class Report:
         target = Path(folder)
         if self.folder is not None and target.exists() and target.samefile(self.folder):
             return target
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"{target} is already there and not empty; choose another folder.")
+        if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{target} is already there, and not an empty folder; choose another one.")
         make_private(target.parent)
         with orderly(), TemporaryFolder(beside=target.parent) as part:
             if self.folder is not None:
