@@ -23,7 +23,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from gradveil.core.errors import UserError
-from gradveil.data import load
+from gradveil.data import load, readers
 from gradveil.data.readers import image_folder, npz
 
 X = np.random.default_rng(0).integers(0, 256, (20, 4, 4), dtype=np.uint8)
@@ -242,9 +242,11 @@ def test_folders_of_too_many_files_are_refused(pictures: Path, monkeypatch: pyte
     monkeypatch.setattr(image_folder, "MAX_FILES", 10)
     with refused("more than 10 pictures"):
         load(pictures)
-    for i in range(9, 20):
-        (pictures / "b" / f"{i}.txt").touch()
-    with refused("more than 10 files"):
+    monkeypatch.setattr(image_folder.entries, "__defaults__", (6,))
+    with refused("a: more than 6 files"):
+        load(pictures)
+    monkeypatch.setattr(readers, "MAX_ENTRIES", 1)
+    with refused("set: more than 1 files"):
         load(pictures)
 
 
@@ -286,6 +288,19 @@ def test_a_list_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "val" / "val_annotations.txt").write_text(f"{tmp_path}/train/n1/0.png\tn1\n../../train/n1/1.png\tn1\n")
     with refused("is not the name of a picture"):
         load(tmp_path)
+
+
+def test_parts_without_images_are_left_out_or_refused(tmp_path: Path, made: Callable) -> None:
+    (tmp_path / "img_align_celeba").mkdir()
+    for i, image in enumerate(made(12, 8, 8, 3)[0]):
+        Image.fromarray(image).save(tmp_path / "img_align_celeba" / f"{i}.jpg")
+    (tmp_path / "list_attr_celeba.txt").write_text("12\nMale\n" + "".join(f"{i}.jpg {i % 2 * 2 - 1}\n" for i in range(12)))
+    assert len(load(tmp_path).pool()) == 12
+    (tmp_path / "list_eval_partition.txt").write_text("".join(f"{i}.jpg 2\n" for i in range(12)))
+    with refused("holds no training images"):
+        load(tmp_path)
+    with refused("20 images but 0 labels"):
+        load(archive(tmp_path / "a.npz", labels=npy(np.zeros(0))))
 
 
 def test_an_idx_file_that_unpacks_to_less_takes_no_memory(tmp_path: Path) -> None:

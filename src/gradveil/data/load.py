@@ -71,7 +71,9 @@ def _gather(source: Source, options: Options, seed: int) -> Raw:
         raw = source.read(options)
     except (OSError, UnicodeError) as error:  # no permission to read a file, or it is not the expected text
         raise UserError(f"{name}: {one_line(error)}") from None
-    parts = [raw.train] if raw.test is None else [raw.train, raw.test]
+    if not len(raw.train):
+        raise UserError(f"{name}: holds no training images.")
+    parts = [raw.train] if raw.test is None or not len(raw.test) else [raw.train, raw.test]
     total = sum(len(part) for part in parts)
     if total < MIN_IMAGES:
         raise UserError(f"{name}: {total} images are too few to split; at least {MIN_IMAGES} are needed.")

@@ -74,7 +74,7 @@ def checked_labels(y: Array, where: str) -> Array:
         raise UserError(f"{where}: labels are {y.dtype}; give whole class numbers from 0.")
     if y.ndim == 2 or not integers:
         with np.errstate(over="ignore"):  # what becomes infinite is refused
-            rows = y.reshape(len(y), -1).astype(np.float32)
+            rows = y.reshape(len(y), math.prod(y.shape[1:])).astype(np.float32)
         _check_targets(rows, where)
         return rows
     _check_classes(y, where, np.iinfo(np.int32).max)

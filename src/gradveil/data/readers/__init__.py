@@ -1,5 +1,6 @@
 """Readers, one per file format. Each recognizes a folder of its files and reads it; the first that does is used."""
 
+import collections
 import functools
 import importlib
 import pkgutil
@@ -8,7 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from gradveil.core.errors import UserError
 from gradveil.data.raw import Options, Raw
-from gradveil.data.readers import celeba
+from gradveil.data.readers import celeba, image_folder
+
+MAX_ENTRIES = 100_000  # of the folder itself; readers bound what lies below it
 
 
 @runtime_checkable
@@ -32,6 +35,7 @@ def reader_of(folder: Path) -> Reader | None:
 
 
 def read_folder(folder: Path, options: Options, *, expected: str) -> Raw:
+    collections.deque(image_folder.entries(folder, MAX_ENTRIES), maxlen=0)  # counted before every reader looks through it
     reader = reader_of(folder)
     if reader is None:
         raise UserError(f"{folder}: nothing to read here; expected {expected}.")

@@ -44,13 +44,13 @@ def read(folder: Path, options: Options) -> Raw:
     return Raw(train, by_class(test, names)[0] if test else None, names)
 
 
-def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def entries(folder: Path, limit: int = MAX_FILES) -> Iterator[os.DirEntry[str]]:
     """What lies in a folder, as long as it is not too much."""
     try:
         with os.scandir(folder) as listing:
             for number, entry in enumerate(listing):
-                if number >= MAX_FILES:
-                    raise UserError(f"{folder}: more than {MAX_FILES:,} files; give fewer.")
+                if number >= limit:
+                    raise UserError(f"{folder}: more than {limit:,} files; give fewer, or put them into sub-folders.")
                 yield entry
     except OSError as error:
         raise unreadable(folder, error) from None
