@@ -28,6 +28,7 @@ from gradveil.core.errors import UserError
 from gradveil.report import write_report
 from gradveil.storage import files
 from gradveil.storage.files import LOCK
+from gradveil.storage.run_folder import MARKER
 
 linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process table of Linux")
 
@@ -140,7 +141,7 @@ def test_a_full_disk_is_told_in_one_line_and_what_is_finished_stays(digits, tmp_
     assert said.count("\n") == 1 and "no space left" in said
     done = list((tmp_path / "run" / "cells").glob("*.json"))
     assert done and all(json.loads(p.read_text())["status"] == "ok" for p in done)
-    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != LOCK]
+    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name not in (LOCK, MARKER)]
     monkeypatch.setattr(files.os, "fsync", real)
     assert cli.main(command) == 0
     audit(digits, tmp_path / "other", attacks="ig:steps=20", victims=2)
