@@ -24,6 +24,7 @@ from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import Defense, Setup, parse
+from gradveil.defenses.base import is_plain
 from gradveil.federation.evaluate import evaluate
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.history import Event, History
@@ -139,6 +140,8 @@ class Participant:
         client.training = self.plan.local_training(round)
         with seeded(self.plan.seed, self.number, round, "dropout"):
             update, trace = client.round({**state, **buffers}, images, self.number, round, protected=protected)
+        if strange := [n for n, t in update.tensors.items() if not is_plain(t) or t.layout != torch.strided or t.is_meta]:
+            raise TypeError(f"'{strange[0]}' is no plain tensor")
         changed = {n: t for n, t in buffers.items() if t.is_floating_point() and not torch.equal(t, state[n])}
         return update, trace.fed.x, changed
 
