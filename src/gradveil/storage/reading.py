@@ -214,7 +214,8 @@ def parse_yaml(text: str, where: Path | str) -> object:
             return value
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    # The constructors of PyYAML raise the last three on values with a wrong tag: `!!timestamp x`, `!!bool x`, `!!int ""`.
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError) as error:
         raise UserError(f"{shown_path(where)}: not YAML ({one_line(error)}).") from None
 
 
