@@ -2,18 +2,21 @@
 
     python benchmarks/faults/fuzz.py --inputs 1500 --seed 0
 
-An input must end in a result or in one clear line (`UserError`), within a few seconds, and leave no unfinished file.
-Anything else is a fault, printed with the number that reproduces it (`--only READER --first N --inputs 1`). The counts
-go to docs/results/reliability.md. The inputs are made in fuzz_text.py, fuzz_data.py, fuzz_updates.py and fuzz_models.py.
+An input must end in a result or in one clear line (`UserError`), within ten seconds of processor time and the memory
+that the process may take (a real limit on its address space), and leave no unfinished file. Anything else is a fault,
+printed with the number that reproduces it (`--only READER --first N --inputs 1`). The counts go to
+docs/results/reliability.md. The inputs are made in the files fuzz_*.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -27,6 +30,7 @@ from pathlib import Path
 import torch
 from damage import Job, Random
 from fuzz_data import folder_of_pictures, idx, npz
+from fuzz_folders import finished_run, run_folder, special_file
 from fuzz_models import attacked, audited
 from fuzz_text import config, grammar
 from fuzz_updates import DATA, checkpoint, update, victim
@@ -37,7 +41,9 @@ from gradveil.core.errors import UserError, one_line
 from gradveil.core.text import plain
 from gradveil.storage.files import LOCK
 
-SECONDS = 60  # until an input counts as a hang
+SECONDS = 10  # of processor time until an input counts as a hang
+CLOCK = 60  # seconds of the clock, for an input that waits for ever
+MEMORY = 2 * 2**30  # bytes of address space beyond what the process has when the campaign begins
 READERS: dict[str, Callable[[Random, Path], Job]] = {
     "method grammar": grammar,
     "YAML configs": config,
@@ -48,7 +54,17 @@ READERS: dict[str, Callable[[Random, Path], Job]] = {
     "checkpoints": checkpoint,
     "models": audited,
     "models under `gradveil attack`": attacked,
+    "run folders": run_folder,
+    "special files": special_file,
 }
+if importlib.util.find_spec("flwr"):
+    import fuzz_flower
+
+    READERS |= {
+        "replies to a captured strategy": fuzz_flower.capture,
+        "messages to the mod": fuzz_flower.mod,
+        "messages to the guard": fuzz_flower.guard,
+    }
 
 
 class Hang(BaseException):
@@ -56,17 +72,29 @@ class Hang(BaseException):
 
 
 @contextlib.contextmanager
-def alarm(seconds: int) -> Iterator[None]:
+def time_limit() -> Iterator[None]:
+    """Interrupts after so much processor time, or so much time of the clock."""
+
     def interrupt(*_: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(seconds)
+    timers = {signal.ITIMER_PROF: (signal.SIGPROF, SECONDS), signal.ITIMER_REAL: (signal.SIGALRM, CLOCK)}
+    before = {number: signal.signal(number, interrupt) for number, _ in timers.values()}
+    for timer, (_, seconds) in timers.items():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def limit_memory() -> None:
+    """From now on a larger allocation fails, whoever makes it."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str]:
@@ -74,7 +102,7 @@ def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str
     rng = random.Random(f"{seed}/{reader}/{number}")
     job = READERS[reader](rng, folder)
     try:
-        with alarm(SECONDS), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with time_limit(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             job()
         kind, message = "result", ""
@@ -82,8 +110,12 @@ def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str
         kind, message = "refused", plain(one_line(error))
         if not message.isprintable() or not message:
             kind = "unclear"
+        elif isinstance(error.__context__, MemoryError) or ("memory" in message and "limit" not in message):
+            kind = "memory"  # told in one line, but only after the memory was asked for
     except Hang:
-        kind, message = "hang", f"more than {SECONDS} s"
+        kind, message = "hang", f"more than {SECONDS} s of processor time or {CLOCK} s of the clock"
+    except MemoryError:
+        kind, message = "memory", traceback.format_exc()
     except BaseException:
         kind, message = "traceback", traceback.format_exc()
     left = [p.name for p in folder.rglob(".*") if not p.name.startswith((LOCK, ".0", ".1", ".2"))]
@@ -122,24 +154,26 @@ def main() -> int:
         DATA, victim(), "none", "ig:steps=1", victims=1, quiet=True
     )  # imports everything, so that no import is interrupted
     os.environ.setdefault("COLUMNS", "200")
+    finished_run()
+    limit_memory()
     began = time.perf_counter()
     readers = [options.only] if options.only else list(READERS)
     counts = campaign(readers, options.seed, options.first, options.inputs, options.verbose)
     faults = sum(n for c in counts.values() for kind, n in c.items() if kind not in ("result", "refused"))
     if not options.only:
         rows = [
-            "| reader | inputs | results | refused in one line | tracebacks | hangs | other faults |",
-            "|---|---|---|---|---|---|---|",
+            "| reader | inputs | results | refused in one line | tracebacks | hangs | too much memory | other faults |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for reader, c in counts.items():
-            other = sum(n for kind, n in c.items() if kind not in ("result", "refused", "traceback", "hang"))
-            rows.append(
-                f"| {reader} | {c.total()} | {c['result']} | {c['refused']} | {c['traceback']} | {c['hang']} | {other} |"
-            )
+            other = sum(n for kind, n in c.items() if kind not in ("result", "refused", "traceback", "hang", "memory"))
+            numbers = (c.total(), c["result"], c["refused"], c["traceback"], c["hang"], c["memory"], other)
+            rows.append(f"| {reader} | {' | '.join(map(str, numbers))} |")
         total = sum(c.total() for c in counts.values())
         about = (
             f"{total} inputs, {options.inputs} per reader, seed {options.seed}, numbered from {options.first} on; "
-            f"a hang is more than {SECONDS} s. {time.perf_counter() - began:.0f} s in all."
+            f"a hang is more than {SECONDS} s of processor time, and the address space was limited to {MEMORY // 2**30} GiB "
+            f"more than the process had at the start. {time.perf_counter() - began:.0f} s in all."
         )
         record("Bad input", "fuzz.py", [about, "", *rows])
     return 1 if faults else 0

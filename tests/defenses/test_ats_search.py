@@ -176,8 +176,27 @@ def test_a_stopped_search_goes_on_where_it_was(
     assert run(module, tmp_path / "p.search") == whole and len(scored) == 5
     assert parse(f"ats:policy={whole.policy}").policies() == whole.policies
     assert len(log.read_text().splitlines()) == 9 and {p.name for p in tmp_path.glob("**/.*")} <= {LOCK}
-    with pytest.raises(UserError, match="another search"):
+    with pytest.raises(UserError, match="not hold the scores of this search"):
         run(module, tmp_path / "p.search", std=torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"search": "x"}\n', b"[" * 10**5, b"\0"])
+def test_a_file_of_somebody_else_stays_as_it_is(module: torch.nn.Module, tmp_path: Path, content: bytes) -> None:
+    log = tmp_path / "p.search" / "scores.jsonl"
+    log.parent.mkdir()
+    log.write_bytes(content)
+    with pytest.raises(UserError, match="not hold the scores of this search"):
+        run(module, log.parent)
+    assert log.read_bytes() == content
+
+
+@pytest.mark.parametrize("line", ["[]", "null", "{}", '{"policy": 3}', '{"policy": "1", "accuracy": [], "privacy": 1}', "{"])
+def test_a_damaged_line_of_scores_is_refused_in_one_line(module: torch.nn.Module, tmp_path: Path, line: str) -> None:
+    log = tmp_path / "p.search" / "scores.jsonl"
+    run(module, log.parent)
+    log.write_text(log.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"scores\.jsonl: (not|a line is not)"):
+        run(module, log.parent)
 
 
 def test_workers_find_the_same(module: torch.nn.Module, tmp_path: Path) -> None:

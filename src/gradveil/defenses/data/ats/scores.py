@@ -91,6 +91,10 @@ class SearchResult:
         }
 
 
+def _line(row: Json) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
 def _stored(line: bytes, path: Path) -> Score:
     row = parse_json(line, path)
     try:
@@ -112,9 +116,8 @@ class ScoreLog(Listener[Candidate, Json]):
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = read_bytes(path, MAX_LOG).splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
-        first = parse_json(whole[0], path) if whole else None
-        if whole and not (isinstance(first, dict) and first.get("search") == key):
-            raise UserError(f"{path} holds the scores of another search; give another --out, or remove it.")
+        if lines and not _line({"search": key}).startswith(lines[0]):
+            raise UserError(f"{path} does not hold the scores of this search; give another --out, or move it away.")
         if len(whole) < len(lines):
             os.truncate(path, sum(map(len, whole)))
         if not whole:
@@ -135,7 +138,7 @@ class ScoreLog(Listener[Candidate, Json]):
 
     def _append(self, row: Json) -> None:
         assert self.path is not None
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        with self.path.open("ab") as file:
+            file.write(_line(row))
             file.flush()
             os.fsync(file.fileno())
