@@ -40,6 +40,7 @@ import gradveil as gv
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.text import plain
 from gradveil.storage.files import LOCK
+from gradveil.storage.run_folder import MARKER
 
 SECONDS = 10  # of processor time until an input counts as a hang
 CLOCK = 60  # seconds of the clock, for an input that waits for ever
@@ -118,7 +119,7 @@ def outcome(reader: str, seed: int, number: int, folder: Path) -> tuple[str, str
         kind, message = "memory", traceback.format_exc()
     except BaseException:
         kind, message = "traceback", traceback.format_exc()
-    left = [p.name for p in folder.rglob(".*") if not p.name.startswith((LOCK, ".0", ".1", ".2"))]
+    left = [p.name for p in folder.rglob(".*") if not p.name.startswith((LOCK, MARKER, ".0", ".1", ".2"))]
     if kind in ("result", "refused") and left:
         kind, message = "half-written file", ", ".join(left)
     return kind, message

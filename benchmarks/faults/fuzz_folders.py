@@ -98,9 +98,7 @@ def _edited(rng: Random, content: object) -> object:
         place = rng.randrange(len(content))
         content[place] = _edited(rng, content[place])
         return content
-    return rng.choice(
-        (value(rng), value(rng), DIGITS, -1, 1e308, "9" * 5000, "<script>x</script>", "../" * 40 + "etc/passwd")
-    )
+    return rng.choice((value(rng), value(rng), DIGITS, -1, 1e308, "9" * 5000, "<script>x</script>", "../" * 40 + "etc/passwd"))
 
 
 def _bomb(rng: Random, file: Path) -> None:

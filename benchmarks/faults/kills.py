@@ -1,10 +1,12 @@
-"""Random kills: audits, trained networks, policy searches and protected copies, each resumed to the result of a run left
-in peace.
+"""Random kills: audits, trainings, recipes, policy searches and protected copies, each resumed to the result of a run
+that nobody disturbed.
 
-    python benchmarks/faults/kills.py --kills 210
+    python benchmarks/faults/kills.py --kills 300
 
 A job is started, killed (SIGKILL to it and its workers) after a random time, and so on until it gets through; then what
-it made is compared with what the same job made undisturbed. Writes docs/results/reliability.md.
+it made is compared with what the same job made undisturbed. Beside every job, in its folder, in the folder for temporary
+files and in the data lie canaries: files of a user with names like ours. After every run they are compared byte by byte.
+Writes docs/results/reliability.md.
 """
 
 from __future__ import annotations
@@ -39,6 +41,23 @@ from gradveil.storage import resumable
 from gradveil.storage.files import LOCK
 
 MOST = 12  # kills of one run: then it is let through
+CANARIES = (  # names that a careless clean-up would take for its own
+    ".env.local",
+    ".git/config",
+    ".gradveil",
+    ".gradveil.lock",
+    ".gradveil-old/tensors.safetensors",
+    ".history.json.tmp",
+    ".tmp1234",
+    "cells/1.json",
+    "gradveil-notes/summary.json",
+    "out.bak/cells/a.json",
+    "out2/.keep",
+    "policy.json.partial.1",
+    "report.html",
+    "summary.json.x1",
+    "tensors/mine.safetensors",
+)
 
 
 @dataclass
@@ -53,6 +72,7 @@ class Job:
     runs: int = 0
     equal: int = 0
     unlike: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)  # canaries
 
 
 class Run:
@@ -120,6 +140,37 @@ def audited(folder: Path) -> Any:
     return [cells, tensors, timeless(json.loads((out / "summary.json").read_text())), nets, left]
 
 
+def trained(folder: Path) -> Any:
+    out = folder / "out"
+    state = {n: t.tolist() for n, t in load_file(out / "state.safetensors").items()}
+    return [timeless(json.loads((out / "history.json").read_text())), state]
+
+
+def reproduced(folder: Path) -> Any:
+    (result,) = (folder / "out" / "results").rglob("*.json")
+    content = json.loads(result.read_text())
+    return [content["rows"], content["claims"]]
+
+
+def lay_canaries(folder: Path) -> dict[str, bytes]:
+    """Files of a user, and all that lies in the folder from the start; name → content."""
+    for number, name in enumerate(CANARIES):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(f"mine {number}".encode() * 50)
+    return contents_of(folder)
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def changed(folder: Path, before: dict[str, bytes]) -> list[str]:
+    """The canaries that are gone or differ."""
+    after = contents_of(folder)
+    return [name for name, content in before.items() if after.get(name) != content]
+
+
 def searched(folder: Path) -> Any:
     return json.loads((folder / "policy.json").read_text())
 
@@ -129,16 +180,40 @@ def protected(folder: Path) -> Any:
     return [pictures, sorted(p.name for p in folder.iterdir())]
 
 
-def jobs(data: Path, few: Path, pictures: Path) -> list[Job]:
+RECIPE = """
+title: A table of three defenses
+common: {{data: "{data}", model: lenet, victims: 2, knowledge: paper, seed: 100}}
+audits: {{a: {{}}}}
+cell: {{audit: a, attack: "ig:steps=60"}}
+rows:
+  none: {{defense: none}}
+  pruned: {{defense: "prune:ratio=0.9"}}
+  noisy: {{defense: "gaussian:std=0.1"}}
+columns:
+  PSNR: {{metric: psnr}}
+published:
+  none: [50.0]
+  pruned: [10.0]
+  noisy: [10.0]
+claims:
+  - {{text: pruning hides the image, order: [pruned | PSNR, none | PSNR]}}
+"""
+
+
+def jobs(data: Path, few: Path, pictures: Path, recipe: Path) -> list[Job]:
     audit = ["audit", "--data", str(data), "--defense", "prune:ratio=0.9", "--attack", "ig:steps=80", "--attack", "linear"]
     audit += ["--victims", "2", "--quiet"]
     train = ["audit", "--data", str(few), "--defense", "refiner:steps=1,epochs=5"]
     train += ["--attack", "ggl:steps=2,draws=2,restarts=1", "--victims", "1", "--quiet"]
+    federation = ["train", "--data", str(data), "--model", "lenet", "--defense", "gaussian:std=0.01", "--clients", "4"]
+    federation += ["--rounds", "12", "--quiet"]
     search = ["search", "--data", str(data), "--model", "lenet", "--candidates", "24", "--images", "6", "--quiet"]
     return [
         Job("audit, in one process", lambda f: [*audit, "--workers", "0", "--out", str(f / "out")], audited),
         Job("audit, two workers", lambda f: [*audit, "--workers", "2", "--out", str(f / "out")], audited),
         Job("generator and evaluator, trained", lambda f: [*train, "--workers", "0", "--out", str(f / "out")], audited),
+        Job("federated training", lambda f: [*federation, "--out", str(f / "out")], trained),
+        Job("recipe", lambda f: ["reproduce", str(recipe), "--out", str(f / "out"), "--quiet"], reproduced),
         Job("ATS search", lambda f: [*search, "--workers", "1", "--out", str(f / "policy.json")], searched),
         Job(
             "protected copy",
@@ -159,7 +234,7 @@ def picture_folder(folder: Path) -> Path:
 
 def disturbed(job: Job, expected: Any, folder: Path, rng: random.Random, left: int) -> int:
     """One run with kills; how many there were."""
-    kills = 0
+    kills, before = 0, lay_canaries(folder)
     while True:
         run, at = Run(job.words(folder)), time.monotonic()
         if run.wait(job.seconds * rng.uniform(0.02, 0.7) if kills < min(MOST, left) else 600) is None:
@@ -174,6 +249,7 @@ def disturbed(job: Job, expected: Any, folder: Path, rng: random.Random, left: i
         else:
             job.unlike.append("another result")
         job.runs += 1
+        job.changed += changed(folder, before)
         if not kills and not run.code:
             job.seconds = time.monotonic() - at  # the machine may have been busy at first
         return kills
@@ -181,30 +257,37 @@ def disturbed(job: Job, expected: Any, folder: Path, rng: random.Random, left: i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=210, help="in all; the kinds of jobs take turns")
-    parser.add_argument("--minutes", type=float, default=30, help="to stop after, at the latest")
+    parser.add_argument("--kills", type=int, default=300, help="in all; the kinds of jobs take turns")
+    parser.add_argument("--minutes", type=float, default=40, help="to stop after, at the latest")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng, begun = random.Random(options.seed), time.monotonic()
     torch.set_num_threads(1)
-    for module in (
-        "gradveil.auditing.run",
-        "gradveil.protection.dataset",
-        "gradveil.defenses.data.ats.search",
-        "torch._dynamo",
-    ):
+    for module in ("gradveil.auditing.run", "gradveil.protection.dataset", "gradveil.recipes.run", "torch._dynamo"):
         importlib.import_module(module)
+    importlib.import_module("gradveil.defenses.data.ats.search")
     resumable.EVERY = 0.1  # these trainings take seconds, not minutes
     attacks.registry.names(), defenses.registry.names(), models.MODELS.names()
     with tempfile.TemporaryDirectory(prefix="gradveil-kills-") as name:
         root = Path(name)
-        todo = jobs(digits(root / "small.npz"), digits(root / "few.npz", 200), picture_folder(root / "pictures"))
+        (root / "temporary").mkdir()
+        tempfile.tempdir = str(root / "temporary")
+        os.environ["TMPDIR"] = tempfile.tempdir
+        data = root / "data"
+        data.mkdir()
+        small = digits(data / "small.npz")
+        (data / "recipe.yaml").write_text(RECIPE.format(data=small))
+        todo = jobs(small, digits(data / "few.npz", 200), picture_folder(data / "pictures"), data / "recipe.yaml")
+        users = {folder: lay_canaries(folder) for folder in (data, root / "temporary")}
         expected = []
         for job in todo:
-            folder = root / "peace" / job.name
+            folder = root / "undisturbed" / job.name
             folder.mkdir(parents=True)
+            lay_canaries(folder)
             at = time.monotonic()
-            assert Run(job.words(folder)).wait(600) == 0, job.name
+            run = Run(job.words(folder))
+            if run.wait(600) != 0:
+                raise SystemExit(f"{job.name}: {run.said()}")
             job.seconds = time.monotonic() - at
             expected.append(job.result(folder))
         while (done := sum(j.kills for j in todo)) < options.kills and time.monotonic() - begun < 60 * options.minutes:
@@ -213,14 +296,25 @@ def main() -> int:
             folder.mkdir()
             todo[place].kills += disturbed(todo[place], expected[place], folder, rng, options.kills - done)
             shutil.rmtree(folder)
+            for place_of_user, before in users.items():
+                todo[place].changed += changed(place_of_user, before)
             print({j.name: (j.kills, j.runs, j.equal) for j in todo}, flush=True)
-    rows = ["| job | kills | runs they hit | resumed to an equal result | otherwise |", "|---|---|---|---|---|"]
-    rows += [f"| {j.name} | {j.kills} | {j.runs} | {j.equal} | {'; '.join(j.unlike) or 'none'} |" for j in todo]
+    rows = [
+        "| job | kills | runs they hit | resumed to an equal result | otherwise | canaries changed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for j in todo:
+        unlike, lost = "; ".join(j.unlike) or "none", ", ".join(j.changed) or "none"
+        rows.append(f"| {j.name} | {j.kills} | {j.runs} | {j.equal} | {unlike} | {lost} |")
     total = sum(j.kills for j in todo)
     about = f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
-    about += "every number of every cell, tensor, network, policy or picture, and no file left over."
+    about += "every number of every cell, tensor, network, policy or picture, and no file left over. Canaries: "
+    about += (
+        f"{len(CANARIES)} files of a user, with names like ours, in each of the folder of the job, the data and the folder "
+    )
+    about += "for temporary files, compared byte by byte after every run."
     record("Kills", "kills.py", [about, "", *rows])
-    return 1 if any(j.unlike for j in todo) else 0
+    return 1 if any(j.unlike or j.changed for j in todo) else 0
 
 
 if __name__ == "__main__":
