@@ -92,25 +92,28 @@ class _Strategy:
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: object) -> Iterable[Message]:
         return []
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> int:
-        return len(list(replies))
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> list[Message]:
+        return list(replies)
 
 
 def capture(rng: Random, folder: Path) -> Job:
-    """Replies of broken or hostile clients: the capture may leave one out, and the round goes on with all of them."""
+    """Replies of broken or hostile clients beside an intact one: the round goes on with at least that one."""
     facts: dict[str, Any] = {"input_shape": SHAPE, "num_classes": CLASSES}
     if rng.random() < 0.1:
         facts[rng.choice(("num_classes", "mean", "local_steps"))] = value(rng)
     strategy = flower.capture(_Strategy(), folder / "seen", **facts)  # type: ignore[type-var]
-    asked = _message(RecordDict({"arrays": ArrayRecord(victim().state_dict())}))
-    replies = [Message(_content(rng), reply_to=asked) for _ in range(3)]
-    state, settings = _record(rng), _content(rng).config_records["config"]
+    state = ArrayRecord(victim().state_dict())
+    asked = _message(RecordDict({"arrays": state}))
+    good = Message(RecordDict({"arrays": state, "metrics": MetricRecord({"num-examples": 12})}), reply_to=asked)
+    replies = [good, *(Message(_content(rng), reply_to=asked) for _ in range(3))]
+    settings = _content(rng).config_records["config"]
 
     def job() -> object:
         strategy.configure_train(1, state, settings, None)
-        if strategy.aggregate_train(1, replies) != len(replies):
-            raise AssertionError("the capture changed the replies of a round")
-        return None
+        kept = strategy.aggregate_train(1, replies)
+        if good not in kept or not all(reply in replies for reply in kept):
+            raise AssertionError("the strategy did not get the intact reply, or got one that nobody sent")
+        return kept
 
     return job
 

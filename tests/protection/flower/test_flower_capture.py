@@ -90,6 +90,7 @@ def spoiled(how: str, sent: Any, state: dict[str, torch.Tensor]) -> Any:
     pickled = io.BytesIO()
     np.save(pickled, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     bodies = {"empty": b"", "lying": lying.getvalue(), "pickle": pickled.getvalue(), "text": b"not an array"}
+    bodies["unbalanced"] = lying.getvalue().replace(b"}", b"(", 1)
     values = {"nan": torch.full((3,), math.nan), "shape": torch.zeros(9), "complex": torch.ones(3, dtype=torch.complex64)}
     weights: dict[str, Any] = {"inf": math.inf, "not-a-number": math.nan, "zero": 0, "negative": -3, "list": [4, 4]}
     if how in bodies:
@@ -110,7 +111,7 @@ def spoiled(how: str, sent: Any, state: dict[str, torch.Tensor]) -> Any:
 
 
 BROKEN = ["empty", "lying", "pickle", "text", "type", "claim", "nan", "shape", "complex", "inf", "not-a-number", "zero"]
-BROKEN += ["negative", "list", "no-weight", "arrays", "metrics"]
+BROKEN += ["unbalanced", "negative", "list", "no-weight", "arrays", "metrics"]
 
 
 @pytest.mark.parametrize("how", BROKEN)

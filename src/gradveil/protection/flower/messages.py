@@ -34,7 +34,7 @@ def _numpy(name: str, array: Array) -> NDArray[Any]:
             raise ValueError(f"{size} bytes do not hold {shape_text(shape)} values of {kind}")
         stream.seek(0)
         values: NDArray[Any] = np.load(stream, allow_pickle=False)
-    except (ValueError, KeyError, TypeError, OverflowError, EOFError, OSError, SyntaxError, MemoryError) as error:
+    except Exception as error:  # NumPy parses the header as Python text: anything may be wrong with it
         raise UserError(f"the array '{name}' cannot be read ({one_line(error)}).") from None
     if values.shape != tuple(array.shape) or str(values.dtype) != array.dtype:
         raise UserError(f"the array '{name}' holds {values.dtype} values, not the {array.dtype} ones it claims.")
