@@ -1,38 +1,79 @@
-"""Audits of updates that hold nothing of the victim: at most 5% may say `leaks`; without a defense all must."""
+"""Audits of updates that hold nothing of the victim say `leaks` in 5% of cases; planted images are seen."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from scipy.stats import binomtest
 
-import gradveil as gv
+from gradveil.auditing.case import Case
+from gradveil.auditing.spec import make_spec
 from gradveil.data import DataSet
 
-AUDITS = 30  # of each of two null defenses; 60 without an alarm exclude rates above 5% at 95%
+KINDS = ("noise-alone", "stranger", "other-class", "constant")
 
 
 @pytest.fixture(scope="module")
 def calibration() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "calibration.py"
-    found = importlib.util.spec_from_file_location("calibration", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location("calibration", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["calibration"] = module  # its dataclass looks for it there
+    spec.loader.exec_module(module)
     return module
 
 
-def test_null_audits_raise_no_alarm_and_open_ones_always_do(calibration: ModuleType, shapes: DataSet) -> None:
-    alarms, open_ones = [], []
-    for seed in range(AUDITS):
-        report = gv.audit(
-            shapes, "lenet", [kind() for kind in calibration.NULLS], ["rgap"], victims=8, seed=seed, workers=0, quiet=True
-        )
-        verdicts = {d.spec: d.verdict for d in report.summary.defenses}
-        open_ones.append(verdicts.pop("none") == "leaks")
-        alarms += [verdict == "leaks" for verdict in verdicts.values()]
-    assert len(alarms) == 2 * AUDITS
-    assert sum(alarms) == 0
-    assert all(open_ones)
+def test_null_audits_keep_the_level_and_open_ones_always_leak(
+    calibration: ModuleType, shapes: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibration.DATA, "shapes", lambda: shapes)
+    monkeypatch.setattr(calibration, "VICTIMS", {1: 16, 8: 3})
+    for batch, seed in ((1, 0), (1, 1), (8, 0), (8, 1)):
+        part = calibration.Part("shapes", batch, "closed", seed)
+        assert calibration.do(part, tmp_path, draws=100) == part.file
+    stored = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert len(stored) == 4
+    for part in stored:
+        assert set(part["verdicts"]) == {"none", *KINDS} == {"none", *part["alarms"]}
+        assert part["verdicts"]["none"] == "leaks" and part["p"]["constant"] == 1.0
+        assert part["alarms"]["constant"] == 0
+    alarms = sum(part["alarms"][kind] for part in stored for kind in KINDS[:3])
+    assert binomtest(alarms, 1200, 0.05).pvalue > 0.0005, alarms
+    audits = [part["verdicts"][kind] == "leaks" for part in stored for kind in KINDS]
+    assert sum(audits) <= 4, audits  # more than 4 of 16 at 5%: 1 in 1,000
+    single = [part["planted"] for part in stored if part["batch"] == 1]
+    assert all(seen >= 45 for planted in single for seen in planted.values()), single  # of 50, with 3, 8 and 16 of 16 images
+    text = "\n".join(calibration.page(stored))
+    assert "Pooled:" in text and "| shapes | 8 | closed | stranger |" in text and "| 3 of 16 |" in text
+
+
+@pytest.mark.skipif(not os.environ.get("GRADVEIL_DATA"), reason="needs the images in GRADVEIL_DATA")
+@pytest.mark.parametrize("name", ["chest", "dark"])
+def test_strangers_of_chest_images_in_batches_of_eight_and_nearly_black_images_raise_no_more(
+    calibration: ModuleType, name: str
+) -> None:
+    """The answers are images that no part of the audit holds: before, half of such audits of X-rays said `leaks`."""
+    data, outside = calibration.apart(calibration.DATA[name]())
+    values = {"data": data, "defenses": "none", "attacks": "rgap", "victims": 8, "batch_size": 8}
+    alarms, seen = 0, 0
+    for seed in range(4):
+        case = Case(make_spec(values | {"seed": seed}))
+        stranger = calibration.Stranger(outside)
+        stream = torch.Generator().manual_seed(seed)
+        answers = []
+        for label in case.slots.label:
+            same_class = (stranger.labels == label).nonzero().flatten()
+            answers.append(stranger.images[same_class[torch.randint(len(same_class), (1,), generator=stream)]])
+        table = calibration.private_table(case, [torch.cat(answers).unflatten(0, (8, 8))])
+        alarms += calibration.redraw(case, table, seed, 100)
+        seen += calibration.redraw(case, table, seed, 10, planted=1)
+    assert binomtest(alarms, 400, 0.05).pvalue > 0.001, alarms
+    assert seen >= 36  # of 40: one exact image of 64
