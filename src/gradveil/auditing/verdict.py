@@ -14,7 +14,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImagePlace, ImageScores, ScoreRow, Statistic
+from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
 from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
@@ -113,11 +113,6 @@ class Likenesses:
             nearest = np.maximum(nearest, [image.nearest or 0.0 for image in cell.victims])
         return cls(images, nearest)
 
-    def of_victims(self, case: Case) -> Numbers:
-        """Per victim, in its batch."""
-        values: Numbers = self.images[case.slots.batch, np.arange(len(case.slots.batch))]
-        return values
-
     def background(self, case: Case) -> Background:
         """What the answers have in common with images that no update was computed from."""
         return Background(self.images[:, len(case.slots.batch) :], case.slots, case.private_counts)
@@ -139,8 +134,9 @@ class Control:
     def of(cls, case: Case, attacked: Sequence[StoredCell]) -> "Control":
         ran, slots, seed = [cell for cell in attacked if cell.status == "ok"], case.slots, case.spec.seed
         together = Likenesses.of(case, ran)
-        likeness = together.of_victims(case)
-        identified = (likeness > together.nearest) & slots.tested & bool(len(case.distractors))
+        images = _strongest(ran)[0]
+        identified = np.array([bool(image.identified) for image in images], dtype=bool) & slots.tested[: len(images)]
+        likeness = together.images[slots.batch, np.arange(len(slots.batch))][: len(images)]
         alone = {cell.attack: exchange_test(Likenesses.of(case, [cell]).images, slots, seed) for cell in ran}
         return cls(
             rate=float(identified.sum() / max(1, slots.tested.sum())),
@@ -240,15 +236,9 @@ def _worst(case: Case, ran: Sequence[StoredCell]) -> Worst | None:
     """For every image the attack that got most of it. It is identified where no distractor is as alike to any answer."""
     if not ran:
         return None
-    by_place: dict[ImagePlace, list[tuple[ImageScores, str]]] = {}
-    for cell in ran:
-        for image in cell.victims:
-            by_place.setdefault(image.place, []).append((image, cell.attack))
-    best = [max(tried, key=lambda pair: pair[0].strength) for _, tried in sorted(by_place.items())]
-    images = [image for image, _ in best]
+    images, attacks = _strongest(ran)
     chance = max(rate.chance for cell in ran if (rate := cell.rows[0].identified))
-    together = Likenesses.of(case, ran)
-    identified = (together.of_victims(case) > together.nearest) & bool(len(case.distractors))
+    identified = torch.tensor([bool(image.identified) for image in images])
     return Worst(
         psnr=Statistic.of([image.psnr for image in images]),
         ssim=Statistic.of([image.ssim for image in images]),
@@ -256,17 +246,24 @@ def _worst(case: Case, ran: Sequence[StoredCell]) -> Worst | None:
         lpips=Statistic.of([image.lpips for image in images]),
         others={n: s for n in images[0].others if (s := Statistic.of([image.others.get(n) for image in images]))},
         asr=sum(image.recognisable for image in images) / len(images),
-        identified=identification_rate(torch.from_numpy(identified), chance, case.spec.victims),
+        identified=identification_rate(identified, chance, case.spec.victims),
         scored=len(images),
         failed=sum(image.failed for image in images),
         attacks=len(ran),
         by_victim=tuple(
-            VictimWorst(
-                victim=image.victim, image=image.image, attack=attack, psnr=image.psnr, ssim=image.ssim, identified=bool(hit)
-            )
-            for (image, attack), hit in zip(best, identified, strict=True)
+            VictimWorst(**image.model_dump(include=set(VictimWorst.model_fields)), attack=attack)
+            for image, attack in zip(images, attacks, strict=True)
         ),
     )
+
+
+def _strongest(ran: Sequence[StoredCell]) -> tuple[list[ImageScores], list[str]]:
+    """Of every image the scores under the attack that got most of it, and this attack."""
+    images, attacks = [], []
+    for tried in zip(*(cell.victims for cell in ran), strict=True):
+        images.append(strongest(tried))
+        attacks.append(max(zip(tried, ran, strict=True), key=lambda pair: pair[0].strength)[1].attack)
+    return images, attacks
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------

@@ -123,6 +123,17 @@ class ImageScores(Record):
         return bool(self.identified), ssim, psnr
 
 
+def strongest(images: Sequence[ImageScores]) -> ImageScores:
+    """One private image under several attacks: the scores of the attack that got most of it.
+
+    It is identified where no distractor is as alike to any answer of any attack.
+    """
+    best = max(images, key=lambda image: image.strength)
+    likeness, nearest = (max(getattr(image, name) or 0.0 for image in images) for name in ("likeness", "nearest"))
+    measured = all(image.likeness is not None for image in images)
+    return best.model_copy(update={"identified": best.identified and likeness > nearest}) if measured else best
+
+
 class GradientChange(Record):
     """How far the update sent is from the undefended one: cosine and relative distance."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImagePlace, ImageScores
+from gradveil.core.results import ImagePlace, ImageScores, strongest
 from gradveil.core.text import listing, plain, plural, shorten
 from gradveil.report import words
 from gradveil.report.intervals import interval
@@ -240,10 +240,8 @@ def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paire
 
 def _worst(attacks: Attacks) -> ScoredImages:
     """For every image what the attack got that got most of it, by the verdict's own order."""
-    best: dict[ImagePlace, ImageScores] = {}
-    for place, image in (item for images in attacks.values() for item in images.items()):
-        best[place] = max(best.get(place, image), image, key=lambda image: image.strength)
-    return best
+    places = dict.fromkeys(place for images in attacks.values() for place in images)
+    return {place: strongest([images[place] for images in attacks.values() if place in images]) for place in places}
 
 
 def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]:

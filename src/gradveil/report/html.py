@@ -120,7 +120,8 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
     if (worst := worst_of(run, defense)) is None:
         return None
     cell, image = worst
-    identified = "identified" if image.identified else "not identified"
+    judged = {(v.victim, v.image): v.identified for v in defense.worst.by_victim} if defense.worst else {}
+    identified = "identified" if judged.get(image.place, image.identified) else "not identified"
     scores = f"PSNR {words.digits(image.psnr, 1)} dB, SSIM {words.digits(image.ssim)}, {identified}"
     text = f"Worst case: {who(image.place, case.batch_size > 1)}, rebuilt by {cell.attack}: {scores}."
     original, rebuilt = shown.originals.get(defense.spec), shown.rebuilt.get(cell.key)
