@@ -129,3 +129,13 @@ def test_the_victims_needed_fall_with_the_leak_and_are_bounded_by_the_data():
     weaker = victims_needed(background(), [0.7], 0.25)
     assert weaker is not None and weaker > needed[1]
     assert victims_needed(background(private=3), [1.0], 0.01) is None
+
+
+def test_more_victims_of_a_data_set_with_few_images_per_class_come_from_other_classes():
+    few = background(strangers=3, private=4)  # 8 victims of 4 classes
+    many = Background(few.likeness, few.slots, np.full(40, 4))  # 40 classes in all
+    assert victims_needed(few, [1.0], 0.1) is None
+    needed = victims_needed(many, [1.0], 0.1)
+    assert needed is not None and 15 <= needed <= 40
+    table, slots = many.audit(24, np.random.default_rng(0))
+    assert table.shape == (24, 24 + 12 * 2) and len(np.unique(slots.label)) == 12

@@ -150,21 +150,23 @@ class Background:
         rows = np.arange(batches) % len(self.likeness)
         places = [np.flatnonzero(self.slots.batch == row) for row in rows]
         batch, label = np.repeat(np.arange(batches), [len(p) for p in places]), self.slots.label[np.concatenate(places)]
-        victims = np.bincount(label, minlength=len(self.private))
-        if not len(self.slots.stranger_label) or (victims > self.private).any() or len(label) > MOST_IMAGES:
+        # More batches also take victims of classes that had none: they count as copies of the classes that had some.
+        classes = len(self.private)
+        copies = max(1, int((self.private > 0).sum()) // len(np.unique(self.slots.label)))
+        label, private = label + classes * (batch // len(self.likeness) % copies), np.tile(self.private, copies)
+        victims = np.bincount(label, minlength=len(private))
+        if not len(self.slots.stranger_label) or (victims > private).any() or len(label) > MOST_IMAGES:
             return None
-        wanted = [min(strangers_wanted(v), left) if v else 0 for v, left in zip(victims, self.private - victims, strict=True)]
-        strangers = np.repeat(np.arange(len(self.private)), wanted)
-        columns = np.zeros(len(label) + len(strangers), dtype=np.int64)
-        labels = np.concatenate([label, strangers])
+        strangers, columns = [], np.zeros(len(label), dtype=np.int64)
         for name in np.unique(label):
-            same_class = np.flatnonzero(self.slots.stranger_label == name)
+            # A class that had no stranger has none here either.
+            same_class = np.flatnonzero(self.slots.stranger_label == name % classes)
             if len(same_class):
-                columns[labels == name] = rng.choice(same_class, int((labels == name).sum()))
-            else:  # a class that had no stranger has none here either
-                strangers = strangers[strangers != name]
-        columns = columns[np.isin(labels, strangers) | (np.arange(len(labels)) < len(label))]
-        return self.likeness[np.ix_(rows, columns)], Slots(batch, label, strangers)
+                number = min(strangers_wanted(victims[name]), private[name] - victims[name])
+                columns[label == name] = rng.choice(same_class, victims[name])
+                strangers.append((np.full(number, name), rng.choice(same_class, number)))
+        names, others = (np.concatenate(parts) for parts in zip(*strangers, strict=True))
+        return self.likeness[np.ix_(rows, np.concatenate([columns, others]))], Slots(batch, label, names)
 
 
 def power(background: Background, leaked: Sequence[float], share: float, batches: int, seed: int = 0) -> float:
