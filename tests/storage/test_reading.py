@@ -134,6 +134,7 @@ def test_text_must_be_utf8(tmp_path: Path) -> None:
         ("NaN", "is not a number"),
         ('{"a": 1, "a": 2}', "a key occurs twice"),
         ('"' + '\\"' * 1_000_000, "not JSON"),  # a string that does not end
+        ('"' + '\\"' * 1_000_000 + "\\", "not JSON"),  # nor does its last escape
         ('"' * 1_000_001, "not JSON"),
         ('"' + "x" * (1 << 24) + '"', "more than 16,777,216 bytes"),
         ("{", "not JSON"),
