@@ -195,6 +195,19 @@ def test_options_that_do_not_exist_are_refused(options: dict[str, object]) -> No
         gv.protect(network(), "none", data=(X, Y), **options)  # type: ignore[arg-type]
 
 
+def test_a_defense_that_changes_weights_in_place_changes_copies() -> None:
+    class InPlace(Defense):
+        def gradient(self, tensors: Tensors, step: Step) -> Tensors:
+            for name, gradient in tensors.items():
+                step.state[name].sub_(gradient)  # the weights would give the plain gradient away
+            return {name: torch.zeros_like(t) for name, t in tensors.items()}
+
+    model = network()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    gv.protect(model, InPlace(), data=(X, Y)).backward(X, Y)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 # -- evidence ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,11 +247,13 @@ def test_without_its_evidence_nothing_leaves(tmp_path: Path, monkeypatch: pytest
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "notes").write_text("mine\n")
-    for name in ("pipe", "link", "notes", "."):
+    (tmp_path / "settings.json").write_text('{"mine": 1}\n')
+    for name in ("pipe", "link", "notes", "settings.json", "."):
         with pytest.raises(UserError, match="evidence"):
             gv.protect(network(), "none", data=(X, Y), evidence=tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
     assert (tmp_path / "notes").read_text() == "mine\n"
+    assert (tmp_path / "settings.json").read_text() == '{"mine": 1}\n'
 
 
 def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:

@@ -251,8 +251,21 @@ def test_what_an_image_became_it_stays_after_a_restart(shapes: DataSet, tmp_path
     assert {n: tuple(t.shape) for n, t in again.state_dict().items()} == {"hash": (8, 32), "x": (8, 1, 12, 12), "y": (8,)}
 
 
+HASHES, LABELS = torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
-    "state", [{"x": torch.zeros(2, 1, 2, 2)}, {"hash": torch.zeros(1, 32), "x": torch.zeros(2), "y": torch.zeros(2)}]
+    "state",
+    [
+        {"x": torch.zeros(2, 1, 2, 2)},
+        {"hash": torch.zeros(1, 32), "x": torch.zeros(2), "y": torch.zeros(2)},
+        {"hash": HASHES[:1], "x": torch.zeros(2, 1, 12, 12), "y": LABELS},
+        {"hash": HASHES[:, :31], "x": torch.zeros(2, 1, 12, 12), "y": LABELS},
+        {"hash": HASHES.float(), "x": torch.zeros(2, 1, 12, 12), "y": LABELS},
+        {"hash": HASHES, "x": torch.zeros(2, 1, 12, 12), "y": LABELS[0]},
+        {"hash": HASHES, "x": torch.zeros(2, 3, 12, 12), "y": LABELS},
+        {"hash": HASHES, "x": torch.full((2, 1, 12, 12), float("nan")), "y": LABELS},
+    ],
 )
 def test_another_state_is_refused(state: Tensors, shapes: DataSet) -> None:
     with pytest.raises(UserError, match="not the state of a shield"):

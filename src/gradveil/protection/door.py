@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
@@ -29,6 +29,7 @@ from gradveil.defenses.base import Defense, Refused, Setup, Step, checked_update
 T = TypeVar("T")
 Buffers = Literal["withhold", "send"]
 _LOG = logging.getLogger("gradveil")
+_BEGIN = b'{"time": "'  # of a file of evidence
 
 
 class DoorOptions(TypedDict, total=False):
@@ -74,17 +75,25 @@ class Checked(Defense):
 
     def _answer(self, call: Callable[[], T], limited: bool = True) -> T:
         try:
-            return within(self._deadline if limited else None, call)
-        except Refused:
+            with text_kept_here("the defense") if self._remote else nullcontext():
+                return within(self._deadline if limited else None, call)
+        except UserError:
             raise
         except Exception as error:
-            if self._remote:
-                _LOG.error("the defense failed", exc_info=error)
-                raise Refused(f"the defense raised {type(error).__name__}; nothing is sent.") from None
-            if isinstance(error, UserError):
-                raise
             reason = shorten(one_line(error), 160)
             raise Refused(f"the defense raised {type(error).__name__}: {reason}; nothing is sent.") from error
+
+
+@contextmanager
+def text_kept_here(name: str) -> Iterator[None]:
+    """Log an error of `name`, and raise one without its text: Flower sends texts to the server."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        _LOG.error("%s failed", name, exc_info=error)
+        raise Refused(f"{name} raised {type(error).__name__}; nothing is sent.") from None
 
 
 def _checked_batch(returned: object) -> Batch:
@@ -198,7 +207,7 @@ def _append(path: Path, text: str) -> None:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):
                 raise UserError(f"{path}: not a regular file, so no evidence can be kept there; nothing is sent.")
-            if facts.st_size and os.pread(handle, 1, 0) != b"{":
+            if facts.st_size and os.pread(handle, len(_BEGIN), 0) != _BEGIN:
                 raise UserError(f"{path}: holds something else than evidence; choose another file. Nothing is sent.")
             torn = facts.st_size and os.pread(handle, 1, facts.st_size - 1) != b"\n"
             content = (("\n" if torn and text else "") + text).encode()

@@ -21,7 +21,7 @@ from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.data.readers.objects import read_object
 from gradveil.data.validation import checked_batch, to_batch
 from gradveil.defenses import Defense, parse
-from gradveil.defenses.base import Setup, checked_update
+from gradveil.defenses.base import Setup, checked_update, is_plain
 from gradveil.protection.door import Door
 
 
@@ -43,7 +43,7 @@ class Shield:
         something that must not leave, no `.grad` changes.
         """
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        state = {name: tensor.detach() for name, tensor in named}
+        state = {name: tensor.detach().clone() for name, tensor in named}  # a defense must not reach the model itself
         batch = checked_batch(x, y, self._client.task, "the batch")
         self._round += 1
         parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.task.model.trainable}
@@ -72,10 +72,15 @@ class Shield:
         """Use these encodings, of `state_dict`, for their images."""
         if not state:
             return
-        if set(state) != {"hash", "x", "y"} or len({len(t) for t in state.values()}) != 1 or state["x"].ndim != 4:
-            raise UserError("this is not the state of a shield: it has hash, x and y, with one row per image each.")
-        hashes = [row.numpy().tobytes() for row in state["hash"]]
-        self._encoded.update((h, Batch(state["x"][i : i + 1], state["y"][i : i + 1])) for i, h in enumerate(hashes))
+        if state.keys() != {"hash", "x", "y"} or not all(map(is_plain, state.values())):
+            raise UserError("this is not the state of a shield: it has the tensors hash, x and y.")
+        hashes, x, y = state["hash"], state["x"], state["y"]
+        images = x.shape[1:] == self._client.task.input_shape and x.is_floating_point() and bool(torch.isfinite(x).all())
+        rows = hashes.shape[:1] == x.shape[:1] == y.shape[:1] and hashes.shape[1:] == (32,) and hashes.dtype == torch.uint8
+        if not (images and rows):
+            raise UserError("this is not the state of a shield for these images: one hash, image and label per image.")
+        names = [row.numpy().tobytes() for row in hashes.cpu()]
+        self._encoded.update((name, Batch(x[i : i + 1], y[i : i + 1])) for i, name in enumerate(names))
 
     def _protected(self, state: Tensors, batch: Batch) -> Batch:
         if "data" not in self.defense.stages:

@@ -293,3 +293,32 @@ def test_a_hanging_or_talking_defense_tells_the_server_nothing(
     guard = protect(message(arrays=net.state_dict()), context, net, Hangs(), shapes.private, deadline=0.2)
     with pytest.raises(UserError, match=r"more than the 0.2 s"):
         train(guard, shapes)
+
+
+def test_texts_about_private_data_stay_here(
+    net: nn.Module, message: Make, context: Any, shapes: DataSet, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Patients(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("no file 'patient-0815.png'")
+
+    with pytest.raises(UserError) as refused:
+        protect(message(arrays=net.state_dict()), context, net, "none", Patients())
+    assert str(refused.value) == "reading the data raised UserError; nothing is sent."
+    assert "patient-0815" in caplog.text
+    guard = protect(message(arrays=net.state_dict()), context, net, "none", shapes.private)
+    for x, y in ((shapes.private.x + 7.25, shapes.private.y), (shapes.private.x, shapes.private.y + 40)):
+        with pytest.raises(UserError) as refused:
+            guard.backward(x[:4], y[:4])
+        assert str(refused.value) == "guard.backward raised UserError; nothing is sent."
+
+
+def test_metrics_are_few_single_numbers(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:
+    guard = protect(message(arrays=net.state_dict()), context, net, "none", shapes.private)
+    with pytest.raises(UserError, match="'images' of 'metrics' is no single number"):
+        guard.reply(images=shapes.private.x.flatten().tolist())
+    with pytest.raises(UserError, match="66 metrics"):
+        guard.reply(**{f"x{i}": 0.5 for i in range(65)})

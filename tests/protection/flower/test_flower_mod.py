@@ -165,6 +165,36 @@ def test_evaluation_and_errors_pass_through(net: nn.Module, message: Make, conte
     assert mod("prune")(sent, context, lambda m, c: error) is error
 
 
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    "facts", [{"x": [0.5, 0.25]}, {"x": b"pixels"}, {"x": "0.5 " * 51}, {f"x{i}": i / 2 for i in range(65)}], ids=str
+)
+def test_metrics_are_few_single_numbers(kind: str, facts: dict[str, Any], message: Make, context: Any) -> None:
+    from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+
+    sent = message(kind)
+    numbers = all(isinstance(v, float | list) for v in facts.values())
+    record = MetricRecord(facts) if numbers else ConfigRecord(facts)
+    answer = Message(RecordDict({"facts": record}), reply_to=sent)
+    refused = mod("prune")(sent, context, lambda m, c: answer)
+    assert refused.has_error() and "may hold private data" in refused.error.reason
+    assert mod("prune", passed=["facts"])(sent, context, lambda m, c: answer) is answer
+    allowed = {"loss": 0.5, "correct": 3, "whole": True, "status": "0.5 " * 50}
+    answer = Message(RecordDict({"facts": ConfigRecord(allowed)}), reply_to=sent)
+    assert mod("prune")(sent, context, lambda m, c: answer) is answer
+
+
+def test_the_text_of_an_exception_stays_here(
+    net: nn.Module, message: Make, context: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(message: Any, context: Any) -> Any:
+        raise ValueError("pixels 0.123")
+
+    refused = mod("prune")(message(arrays=net.state_dict()), context, train)
+    assert refused.error.reason == "gradveil: the training function raised ValueError; nothing is sent."
+    assert "pixels 0.123" in caplog.text
+
+
 def test_only_answers_to_training_hold_arrays(net: nn.Module, message: Make, context: Any) -> None:
     for kind in ("evaluate", "query.gradients"):
         refused = mod("prune")(message(kind, arrays=net.state_dict()), context, training())

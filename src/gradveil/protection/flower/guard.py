@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from gradveil.client import Client, prepare_client
@@ -22,9 +22,9 @@ from gradveil.core.randomness import seeded
 from gradveil.core.types import Batch, LocalTraining, Tensors
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Refused, Step, checked_update, is_plain
-from gradveil.protection.door import Checked, Door, DoorOptions
+from gradveil.protection.door import Checked, Door, DoorOptions, text_kept_here
 from gradveil.protection.flower.arrays import check_arrays
-from gradveil.protection.flower.messages import numpy_arrays
+from gradveil.protection.flower.messages import check_facts, numpy_arrays
 from gradveil.protection.flower.mod import message_streams, received_arrays
 from gradveil.protection.loop import Shield, TaskOptions, as_batch, check_names, setup_for
 
@@ -62,6 +62,10 @@ class Guard(Shield):
     def _gradients_leave(self, gradients: Tensors) -> None:
         """A gradient of one step stays on the client; the round is recorded when its reply leaves."""
 
+    def backward(self, x: Tensor, y: Tensor) -> None:
+        with text_kept_here("guard.backward"):
+            super().backward(x, y)
+
     def encode(self, context: Context) -> None:
         """The data stage on the client's images: as in an earlier round, or for the first time."""
         from flwr.app import ArrayRecord
@@ -77,12 +81,13 @@ class Guard(Shield):
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
         number = self._message.metadata.group_id
+        facts = MetricRecord({"num-examples": len(self._private), **metrics})
         with self._door.round(number):
+            check_facts(RecordDict({"metrics": facts}))
             state, protected, buffers = self._outgoing()
             withheld = buffers if self._door.buffers == "withhold" else []
             state |= {name: self._start[name].clone() for name in withheld}
             self._door.let_out(number, state, protected, withheld, [] if withheld else buffers)
-        facts = MetricRecord({"num-examples": len(self._private), **metrics})
         content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
         return Message(content, reply_to=self._message)
 
@@ -134,7 +139,9 @@ def protect(
     Buffers, such as BatchNorm's statistics, are withheld (the received ones go back) unless `buffers="send"`.
     """
     check_names(options, GuardOptions.__annotations__)
-    method, private = parse(defense), as_batch(data)
+    method = parse(defense)
+    with text_kept_here("reading the data"):
+        private = as_batch(data)
     if record not in message.content.array_records:
         raise UserError(f"the message has no array record '{record}'; name the model's with record=.")
     module = network(model, method, private.image_shape)
@@ -146,7 +153,8 @@ def protect(
         deadline=options.get("deadline"),
         evidence=options.get("evidence"),
     )
-    setup = setup_for(module, private, public, cache, options)
+    with text_kept_here("preparing the guard"):
+        setup = setup_for(module, private, public, cache, options)
     streams = message_streams(context, message.metadata.message_id, received_arrays(message.content))
     client = prepare_client(_UntilUpdate(method, options.get("deadline"), remote=True), LocalTraining(), setup, streams)
     guard = Guard(module, client, door, message, record, private)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,16 +12,33 @@ from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.text import shorten
+from gradveil.defenses.base import Refused
 
 if TYPE_CHECKING:
-    from flwr.app import Array, ArrayRecord
+    from flwr.app import Array, ArrayRecord, RecordDict
 
+MAX_FACTS = 64  # metrics of a reply
+MAX_FACT = 200  # characters of a text among them
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def numpy_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     """The arrays of a record by name, as copies; refused where the bytes are not what they claim to be."""
     return {name: _numpy(name, array) for name, array in record.items()}
+
+
+def check_facts(content: RecordDict, passed: Collection[str] = ()) -> None:
+    """Refuse metrics and settings in which an update could leave: lists, bytes, long texts, and many numbers."""
+    records = {**content.metric_records, **content.config_records}
+    facts = {(key, name): v for key, record in records.items() if key not in passed for name, v in record.items()}
+    for (key, name), value in facts.items():
+        if not (isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MAX_FACT)):
+            raise Refused(
+                f"'{name}' of '{key}' is no single number, so it may hold private data; nothing is sent. "
+                "If it is meant to leave, the mod takes the name of its record in passed."
+            )
+    if len(facts) > MAX_FACTS:
+        raise Refused(f"{len(facts)} metrics may hold private data; at most {MAX_FACTS} are sent, so nothing is.")
 
 
 def _numpy(name: str, array: Array) -> NDArray[Any]:

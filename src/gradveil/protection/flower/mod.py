@@ -13,9 +13,9 @@ from gradveil.core.errors import UserError
 from gradveil.core.randomness import Streams
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Refused
-from gradveil.protection.door import Door, DoorOptions
+from gradveil.protection.door import Door, DoorOptions, text_kept_here
 from gradveil.protection.flower.arrays import STATISTICS, Arrays, Kinds, Sends, check_values, protected_arrays, update_defense
-from gradveil.protection.flower.messages import numpy_arrays
+from gradveil.protection.flower.messages import check_facts, numpy_arrays
 from gradveil.protection.loop import check_names
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ def mod(
 
     All array records of a reply are one update; each is compared with the record of its name in the message, or with the
     only one where there is one. A record that was not received is not let out, unless `passed` names it: it then leaves
-    unprotected if it is finite, and the log says so. Arrays in replies to other messages than training are not let out
-    either. `untouched`, `sends` and `options` are as for `protect_arrays`. Put it last in the list of mods if others change
-    the arrays too.
+    unprotected if it is finite, and the log says so. Metrics leave as they are, if they are few single numbers, unless
+    `passed` names their record. The text of an exception in the training function stays in the log of the client. Arrays
+    in replies to other messages than training are not let out either. `untouched`, `sends` and `options` are as for
+    `protect_arrays`. Put it last in the list of mods if others change the arrays too.
     """
     check_names(options, DoorOptions.__annotations__)
     door, kinds, open_records = Door("mod", update_defense(defense), **options), Kinds(tuple(untouched), sends), set(passed)
@@ -56,11 +57,13 @@ def mod(
                 streams = message_streams(context, message.metadata.message_id, received) if trains else None
         except UserError as error:
             return _refusal(message, str(error))
-        reply = call_next(message, context)
-        if reply.has_error():
-            return reply
         try:
+            with door.round(number), text_kept_here("the training function"):
+                reply = call_next(message, context)
+            if reply.has_error():
+                return reply
             with door.round(number):
+                check_facts(reply.content, open_records)
                 content = received_arrays(reply.content)
                 closed = {key: arrays for key, arrays in content.items() if key not in open_records}
                 if streams is None and closed:
