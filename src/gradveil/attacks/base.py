@@ -1,13 +1,14 @@
 """What an attack is: a function from observations to reconstructions that declares what it needs to know.
 
-`__call__` is sealed: it checks the knowledge, infers labels where they are not granted, stacks the victims that share a
-model, seeds, times, and turns non-finite answers into recorded failures. Subclasses write `run` for one stack of victims.
+`__call__` is sealed: it checks the knowledge, brings updates to unit length, infers labels where they are not granted,
+stacks the victims that share a model, seeds, times, and records what is not finite as a failure. Subclasses write `run`
+for one stack of victims.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, final
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from gradveil.attacks.budget import Budget, Cost, Workload, row_bytes
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.targets import infer_targets
+from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Knowledge, Observation, Reconstruction
@@ -180,9 +182,10 @@ class Attack:
         """One reconstruction per observation, in their order."""
         for observation in observations:
             self._check(observation)
-        answers: dict[int, Reconstruction] = {}
-        for rows in _stacks(observations):
-            picked = [observations[i] for i in rows]
+        answers = {i: _unusable(o, why) for i, o in enumerate(observations) if (why := why_unusable(o))}
+        usable = {i: unit_length(o) for i, o in enumerate(observations) if i not in answers}
+        for rows in _stacks(usable):
+            picked = [usable[i] for i in rows]
             labels = torch.stack([self._labels(o) for o in picked])
             target = Target(picked, labels, generator(seed, self.name), budget, progress, memory, cache)
             begun = time.perf_counter()
@@ -243,15 +246,21 @@ def _has(knowledge: Knowledge, need: str) -> bool:
     return {"labels": knowledge.labels, "public": knowledge.public, "secrets": knowledge.secrets}[need] is not None
 
 
-def _stacks(observations: Sequence[Observation]) -> list[list[int]]:
+def _stacks(observations: Mapping[int, Observation]) -> list[list[int]]:
     """Victims that can be attacked as one: same model and states, same shapes, same kind of labels."""
     groups: dict[object, list[int]] = {}
-    for i, o in enumerate(observations):
+    for i, o in observations.items():
         states = tuple(id(s.state) for s in o.seen)
         soft = o.knowledge.labels is not None and o.knowledge.labels.ndim == 2
         key = (id(o.model), states, o.knowledge.batch_size, o.task.input_shape, soft, o.knowledge.training)
         groups.setdefault(key, []).append(i)
     return list(groups.values())
+
+
+def _unusable(observation: Observation, why: str) -> Reconstruction:
+    """The record of an update that no attack can use."""
+    images = torch.zeros(observation.knowledge.batch_size, *observation.task.input_shape)
+    return Reconstruction(images, observation.knowledge.labels, float("inf"), failed=why)
 
 
 def _reconstruction(answer: Answer, place: int, target: Target, seconds: float) -> Reconstruction:

@@ -46,7 +46,7 @@ def exact_input(observation: Observation, layer: str) -> tuple[Tensor, Tensor] |
     tensors, state = observation.update.tensors, observation.state
     weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
     size = (bias**2).sum()
-    if not size > 1e-24:
+    if not size > 0:
         return None
     a = weight.T @ bias / size
     # One image leaves a matrix of rank one, δ aᵀ; noise, pruning or mixing do not.
@@ -64,11 +64,8 @@ def classifier_name(observation: Observation) -> str | None:
 
 
 def classifier_gradients(observation: Observation) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias gradient of the classifier; of a weight delta its negative, which has the gradient's direction."""
-    path, training = classifier_name(observation), observation.knowledge.training
-    scale = 1.0
-    if observation.update.kind != "gradient":
-        scale = -1.0 / ((training.lr or 1.0) * len(training.slices(observation.knowledge.batch_size)))
+    """Weight and bias gradient of the classifier, up to their size; of a weight delta its negative."""
+    path, sign = classifier_name(observation), 1.0 if observation.update.kind == "gradient" else -1.0
     prefix = f"{path}." if path else ""
     weight, bias = (observation.update.tensors.get(f"{prefix}{part}") for part in ("weight", "bias"))
-    return (None if weight is None else scale * weight, None if bias is None else scale * bias)
+    return (None if weight is None else sign * weight, None if bias is None else sign * bias)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gradveil import attacks as attack_methods
 from gradveil import models
 from gradveil.attacks.base import Attack, Budget
-from gradveil.attacks.matching.distances import RelativeL2
+from gradveil.attacks.matching.distances import RelativeL2, fitted
+from gradveil.attacks.unit_length import unit_length
 from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.losses import DEFAULT, find_loss, takes_classes
@@ -298,9 +299,10 @@ def _fit(observation: Observation, answer: Reconstruction) -> float:
     """How far the update of the rebuilt images is from the observed one, as a share: the same for every attack."""
     if answer.failed or answer.labels is None:
         return math.inf
+    observation = unit_length(observation)
     model, x = observation.model, observation.task.normalize(answer.images)
     noise = {k: v[None] for k, v in model.draw_noise(len(x), torch_stream(0)).items()}
     with torch.no_grad():
         ours = model.updates(observation.state, x[None], answer.labels[None], observation.knowledge.training, noise)
         theirs = [observation.update.tensors[n][None] for n in model.trainable]
-        return float(RelativeL2()([ours[n] for n in model.trainable], theirs))
+        return float(RelativeL2()(fitted([ours[n] for n in model.trainable], theirs), theirs))

@@ -48,6 +48,7 @@ class Knowledge:
     labels: Tensor | None = None  # of the images fed, when granted
     public: Batch | None = None  # data of the same kind that anyone may have
     secrets: Mapping[str, Tensor] = field(default_factory=dict)
+    norm: float = 1.0  # length of the updates as they were sent; updates, `noise` and `clip_norm` are in units of it
 
     def part(self, kind: type[_Part]) -> _Part | None:
         """The part of the defense that is of this class, or None."""
@@ -63,12 +64,14 @@ class Knowledge:
     @property
     def noise(self) -> Noise | None:
         """The noise that the defense declares for this batch size, or None."""
-        return self.defense.added_noise(self.batch_size) if self.defense else None
+        noise = self.defense.added_noise(self.batch_size) if self.defense else None
+        return noise and noise._replace(std=noise.std / self.norm)
 
     @property
     def clip_norm(self) -> float | None:
         """The largest norm of an update that the defense declares for this batch size, or None."""
-        return self.defense.clip_norm(self.batch_size) if self.defense else None
+        bound = self.defense.clip_norm(self.batch_size) if self.defense else None
+        return bound and bound / self.norm
 
     def granted(self) -> list[str]:
         """In words, for the report."""

@@ -91,7 +91,7 @@ class Imprint(ClosedForm):
         weight, bias = weight[order], bias[order]
         inside = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
         images = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
-        hits = inside.abs() > 1e-5 * bias.abs().max().clamp_min(1e-30)
+        hits = inside.abs() > 1e-5 * bias.abs().max()
         ranked = (inside.abs() * hits).argsort(descending=True)[: observation.knowledge.batch_size]
         recovered = images.new_zeros(observation.knowledge.batch_size, images.shape[1])
         for place, i in enumerate(ranked.tolist()):

@@ -32,11 +32,11 @@ class Linear(ClosedForm):
         tensors, count, layer = (observation.update.tensors, observation.knowledge.batch_size, linear_layers(observation)[0])
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
         if count == 1:
-            a = weight.T @ bias / (bias**2).sum().clamp_min(1e-30)
-            error = (weight - torch.outer(bias, a)).norm() / weight.norm().clamp_min(1e-30)
+            a = weight.T @ bias / (bias**2).sum()  # not finite, and so a failure, where the layer sent nothing
+            error = (weight - torch.outer(bias, a)).norm() / weight.norm()
             return a.float().view(1, *observation.task.input_shape), error.float()
-        rows = bias.abs().argsort(descending=True)
-        guesses = weight[rows] / torch.where(bias[rows] == 0, torch.full_like(bias, 1e-30), bias[rows])[:, None]
+        rows = bias.abs().argsort(descending=True)[: max(1, int((bias != 0).sum()))]
+        guesses = weight[rows] / bias[rows, None]
         return _spread(guesses, count).float().view(count, *observation.task.input_shape), torch.tensor(0.0)
 
 

@@ -109,7 +109,7 @@ class RGAP(ClosedForm):
         ]
         backs = [back[:, 1:] for back in backs]
         sizes = [max(scipy.sparse.linalg.norm(m) for m in ms) for ms in (forwards, backs)]
-        scale = sizes[0] / max(sizes[1], 1e-30) / channels**0.5
+        scale = sizes[0] / sizes[1] / channels**0.5 if sizes[1] else 0.0
         target = sent.view(out, channels, kernel).transpose(0, 1).reshape(channels, out * kernel).numpy()
         gram = np.zeros((len(z) * entries, len(z) * entries))
         for i, m in enumerate(forwards):

@@ -60,7 +60,7 @@ class TrapWeights(ClosedForm):
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
         tensors, count, layer = (observation.update.tensors, observation.knowledge.batch_size, linear_layers(observation)[0])
         weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
-        live = bias.abs() > 1e-7 * bias.abs().max().clamp_min(1e-30)
+        live = bias.abs() > 1e-7 * bias.abs().max()
         guesses = weight[live] / bias[live, None]
         if len(guesses) == 0:
             return torch.zeros(count, *observation.task.input_shape), torch.tensor(1.0)

@@ -3,7 +3,8 @@
 Repeated updates of one batch on one model are averaged first: the noise falls with the square root of their number.
 Then one image is sought for each of several TV weights, all in one batch. A weak prior fits the noise, a strong one
 blurs; of the candidates the adversary keeps the smoothest whose misfit is no larger than the noise itself explains
-(Morozov's discrepancy principle). It needs no truth, only the defense's settings.
+(Morozov's discrepancy principle). It needs no truth, only the defense's settings. What was clipped before the noise was
+added has an unknown size, which the match leaves open.
 """
 
 from dataclasses import replace
@@ -13,7 +14,6 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
-from gradveil.attacks.counters.clip_aware import clipped
 from gradveil.attacks.matching.distances import L2, Cosine
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
@@ -47,9 +47,8 @@ class NoiseLikelihood(Attack):
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
         steps = self.cost(target.workload).iterations
         match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
-        insight = clipped(averaged)
-        solution = solve(Problem(averaged, match, insight))
-        misfit = residual(averaged, solution.x, L2(), insight).unflatten(0, (-1, each))
+        solution = solve(Problem(averaged, match))
+        misfit = residual(averaged, solution.x, L2()).unflatten(0, (-1, each))
         expected = torch.tensor([expected_misfit(o) for o in target.observations])
         pick = _smoothest(misfit, expected)
         rows = pick + torch.arange(len(pick)) * each

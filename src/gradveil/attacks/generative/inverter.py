@@ -1,8 +1,8 @@
 """A learned inverter: public images teach the way from defended updates back to images. Ours; no paper.
 
 1. Rehearse: send public images through a copy of the defense (`rehearsal.py`), whatever that defense is.
-2. View an update in three ways: as it is, with all tensors scaled to one size, and as the inputs of the linear layers,
-   ∇Wᵀ∇b / ‖∇b‖², which average noise away over the layer's outputs.
+2. View an update, at unit length, in three ways: as it is, with all tensors scaled to one size, and as the inputs of the
+   linear layers, ∇Wᵀ∇b / ‖∇b‖², which average noise away over the layer's outputs.
 3. Decode by kernel ridge regression, in closed form: an image is its class mean plus what images with similar updates
    have in common. A kernel counts twice between updates of one class. The leave-one-out error on public images chooses
    the kernel and the ridge; no private image is involved.
@@ -89,9 +89,9 @@ View = tuple[Tensor, Tensor]  # of the rehearsed updates, and of the observed on
 
 def _views(rehearsed: Tensors, observed: Tensors) -> list[View]:
     """Centred, and of mean square length 1 over the rehearsed updates."""
-    rehearsed, observed = ({n: _finite(t) for n, t in tensors.items()} for tensors in (rehearsed, observed))
+    rehearsed, observed = (_unit({n: _finite(t) for n, t in tensors.items()}) for tensors in (rehearsed, observed))
     flat = [(_hashed(rehearsed[n], n), _hashed(observed[n], n)) for n in rehearsed]
-    sizes = [(a**2).sum(1).mean().sqrt().clamp_min(1e-20) for a, _ in flat]
+    sizes = [_nonzero((a**2).sum(1).mean().sqrt()) for a, _ in flat]
     even = [(a / s, b / s) for (a, b), s in zip(flat, sizes, strict=True)]
     linear = [n for n, t in rehearsed.items() if t.ndim == 3 and _bias(n) in rehearsed]
     inputs = [(_inputs(rehearsed, n), _inputs(observed, n)) for n in linear]
@@ -102,6 +102,19 @@ def _finite(t: Tensor) -> Tensor:
     return torch.nan_to_num(t.reshape(len(t), 1) if t.ndim == 1 else t, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def _nonzero(size: Tensor) -> Tensor:
+    """A size to divide by: 1 in place of 0."""
+    return torch.where(size > 0, size, 1)
+
+
+def _unit(tensors: Tensors) -> Tensors:
+    """Every update at unit length, as the size of what was sent says nothing."""
+    largest = _nonzero(torch.stack([t.flatten(1).abs().amax(1) for t in tensors.values()]).amax(0))
+    tensors = {n: t / largest.view(-1, *(1 for _ in t.shape[1:])) for n, t in tensors.items()}
+    sizes = _nonzero(torch.stack([(t**2).flatten(1).sum(1) for t in tensors.values()]).sum(0)).sqrt()
+    return {n: t / sizes.view(-1, *(1 for _ in t.shape[1:])) for n, t in tensors.items()}
+
+
 def _bias(name: str) -> str:
     return f"{name.removesuffix('weight')}bias"
 
@@ -109,7 +122,7 @@ def _bias(name: str) -> str:
 def _inputs(tensors: Tensors, name: str) -> Tensor:
     """Of a linear layer, as its gradients give them for one image; for several, a mixture."""
     weight, bias = tensors[name], tensors[_bias(name)]
-    return torch.einsum("no,noi->ni", bias, weight) / (bias**2).sum(1, keepdim=True).clamp_min(1e-12)
+    return torch.einsum("no,noi->ni", bias, weight) / _nonzero((bias**2).sum(1, keepdim=True))
 
 
 def _hashed(t: Tensor, name: str) -> Tensor:
@@ -126,7 +139,7 @@ def _hashed(t: Tensor, name: str) -> Tensor:
 def _standard(parts: Sequence[View]) -> View:
     rehearsed, observed = (torch.cat([p[i] for p in parts], 1) for i in (0, 1))
     centre = rehearsed.mean(0)
-    size = ((rehearsed - centre) ** 2).sum(1).mean().sqrt().clamp_min(1e-20)
+    size = _nonzero(((rehearsed - centre) ** 2).sum(1).mean().sqrt())
     return (rehearsed - centre) / size, (observed - centre) / size
 
 

@@ -3,9 +3,10 @@
 Several subsets of the update are matched at once: everything; the entries that were sent (not exactly zero); all but one
 layer, for each layer; the first half of the layers. A candidate that fits few numbers fits them easily, so the residuals
 of the subsets cannot be compared. All candidates are judged alike, on all tensors, by how likely the whole update is if
-every tensor carries noise of an unknown size: with r = ‖g' − g‖² / ‖g‖² and n entries per tensor, the best size leaves
-Σ (n/2)·log r. A layer that a candidate does not explain (r ≥ 1) says nothing for or against it, one that it explains to
-many digits says much, and a large layer more than a small one. So spoiled layers do not outvote whole ones.
+every tensor has an unknown scale s and carries noise of an unknown size: with r = ‖s·g' − g‖² / ‖g‖² and n entries per
+tensor, the best of both leaves Σ (n/2)·log r. A layer that a candidate does not explain (r ≥ 1) says nothing for or
+against it, one that it explains to many digits says much, and a large layer more than a small one. So spoiled layers do
+not outvote whole ones.
 """
 
 import torch
@@ -13,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
-from gradveil.attacks.matching.distances import LayerCosine
+from gradveil.attacks.matching.distances import LayerCosine, fitted
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
@@ -120,6 +121,7 @@ def _log_share(ours: Tensors, observed: Tensors) -> Tensor:
     for name, a in ours.items():
         a, b = a.reshape(len(a), -1), observed[name].reshape(len(a), -1)
         sent = (b != 0).to(b)  # an entry that was not sent says nothing
-        share = ((a - b) ** 2 * sent).sum(1) / (b**2).sum(1).clamp_min(1e-24)
+        (a,) = fitted([a * sent], [b])
+        share = ((a - b) ** 2).sum(1) / torch.where(sent.any(1), (b**2).sum(1), 1)
         terms.append(sent.sum(1) / 2 * share.clamp(FLOOR, 1.0).log())
     return torch.stack(terms).sum(0)

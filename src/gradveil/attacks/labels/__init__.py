@@ -16,7 +16,7 @@ def infer_labels(observation: Observation) -> Tensor:
     """The adversary's best guess of a batch's labels: the bias where there is one, else the weight's rows."""
     weight, bias = classifier_gradients(observation)
     count = observation.knowledge.batch_size
-    if bias is not None and bool(bias.abs().sum() > 0):
+    if bias is not None and bool(bias.any()):
         return bias_rule(bias, count) if count == 1 else expected_rule(bias, count, _belief(observation))
     if weight is not None:
         return idlg(weight) if count == 1 else llg(weight, count)

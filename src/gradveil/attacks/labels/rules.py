@@ -1,7 +1,10 @@
 """The published rules, each a function of the classifier's gradients."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+SIZES = torch.logspace(-2, 0.15, 100, base=10.0, dtype=torch.float64)  # of mean(p) − counts / batch; √2 is the largest
 
 
 def idlg(weight: Tensor) -> Tensor:
@@ -20,15 +23,18 @@ def bias_rule(bias: Tensor, count: int) -> Tensor:
 def expected_rule(bias: Tensor, count: int, belief: Tensor) -> Tensor:
     """Labels with repeats: ∇b is mean(p) − counts / batch, and an untrained net believes much the same of any image.
 
-    `belief` is the adversary's estimate of mean(p) from other images; counts are the nearest that add up.
+    `belief` is the adversary's estimate of mean(p) from other images. As the size of ∇b is unknown, several are tried; each
+    gives the nearest counts that add up, and the counts that explain the direction of ∇b best are taken.
     """
-    left = count * (belief.double() - bias.double())
-    labels: list[int] = []
+    belief, direction = belief.double(), bias.double() / bias.double().norm()
+    left = count * (belief - SIZES[:, None] * direction)
+    counts, rows = torch.zeros_like(left), torch.arange(len(SIZES))
     for _ in range(count):
-        c = int(left.argmax())
-        labels.append(c)
-        left[c] -= 1
-    return torch.tensor(sorted(labels), dtype=torch.long)
+        most = left.argmax(1)
+        counts[rows, most] += 1
+        left[rows, most] -= 1
+    best = counts[int(F.cosine_similarity(belief - counts / count, direction[None], eps=0).argmax())]
+    return torch.arange(len(belief)).repeat_interleave(best.long())
 
 
 def llg(weight: Tensor, count: int) -> Tensor:

@@ -1,8 +1,10 @@
 """Targets that are no classes, from the gradient of a single image.
 
 The last layer gives its input a and the signal δ at its output exactly (see `attacks/layers.py`), so the model's output
-is known: o = W a + b. The target y is the one that gives the signal: ∂loss/∂o (o, y) = δ. Binary cross entropy
-and squared error are linear in y, and one step of Newton is exact; other losses take a few.
+is known: o = W a + b. The target y is one that gives the signal up to its size, which a defense may have changed:
+∂loss/∂o (o, y) ∝ δ. Targets of 0 and 1 are told exactly. Of other targets only the direction from the output is known,
+which is enough to match an update; their distance is taken to be half a unit. Binary cross entropy and squared error are
+linear in y, and one step of Newton is exact; other losses take a few.
 """
 
 import torch
@@ -39,12 +41,21 @@ def infer_targets(observation: Observation) -> Tensor:
 def _solve(observation: Observation, output: Tensor, signal: Tensor) -> Tensor | None:
     def pull(y: Tensor) -> Tensor:
         pulled: Tensor = grad(lambda o: observation.model.loss_fn(o[None], y[None]))(output)
-        return pulled - signal
+        return pulled
 
+    zeros, ones = torch.zeros_like(output), torch.ones_like(output)
+    direction, binary = signal / signal.norm(), torch.where(signal < 0, ones, zeros)
+    with torch.enable_grad():
+        pulled, unit = pull(binary), (pull(ones) - pull(zeros)).norm()
+    if float((pulled / pulled.norm() - direction).norm()) <= _EXACT:
+        return binary
+    signal = direction * unit / 2
     y = torch.full_like(output, 0.5)
     for _ in range(_STEPS):
         with torch.enable_grad():
-            away, slope = pull(y), jacrev(pull)(y)
+            away, slope = pull(y) - signal, jacrev(pull)(y)
+        if not signal.any():
+            return None
         if float(away.norm()) <= _EXACT * float(signal.norm()):
             return y
         step = torch.linalg.lstsq(slope.detach(), -away.detach()[:, None], driver="gelsd").solution[:, 0]

@@ -24,7 +24,7 @@ class Dense:
         self.restarts = problem.match.restarts
         self.observed = [dict(zip(problem.names, tensors, strict=True)) for tensors in problem.observed]
         squares = [torch.stack([(t * t).flatten(1).sum(1) for t in tensors]).sum(0) for tensors in problem.observed]
-        self.sizes = [s.sqrt().repeat_interleave(self.restarts, 0) for s in squares]
+        self.sizes = [torch.where(s > 0, s, 1).sqrt().repeat_interleave(self.restarts, 0) for s in squares]
 
     def __call__(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if index is not None:
@@ -59,7 +59,7 @@ class Dense:
                 aa = aa + 1
             dot = dot + (d * inner).sum((1, 2))
             square = square + (aa * (d @ d.mT)).sum((1, 2))
-        return dot / (square.clamp_min(1e-24).sqrt() * self.sizes[sighting] + 1e-12)
+        return dot / (torch.where(square > 0, square, 1).sqrt() * self.sizes[sighting])
 
     def _factors(self, x: Tensor, state: Tensors) -> tuple[Tensors, Tensors]:
         """The inputs of each layer, and the derivative of the loss by its outputs, for all images at once."""
@@ -88,7 +88,7 @@ def objective(problem: Problem) -> Dense | None:
     model = problem.target.model
     layers = {path: m for path, m in model.module.named_modules() if isinstance(m, nn.Linear)}
     linear = {f"{path}.{part}" for path in layers for part in ("weight", "bias")}
-    plain = isinstance(problem.match.distance, Cosine) and not problem.insight.weights and not problem.insight.transform
+    plain = isinstance(problem.match.distance, Cosine) and not problem.insight.weights
     if not plain or problem.target.training.kind != "gradient" or not set(model.trainable) <= linear:
         return None
     route = Dense(problem, layers)

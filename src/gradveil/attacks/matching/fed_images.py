@@ -30,6 +30,7 @@ LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
 EXACT = 1e-6  # residual (share of the update's size) above which images are polished
 CONVERGED = 1e-2  # residual above which the portfolio tries too
+ROUNDED = 0.05  # share of the positive signal in which rounding may hide the size of the signal
 
 
 @dataclass
@@ -120,7 +121,10 @@ def _descend(head: Head, rows: list[int], x: Tensor, weight: float, steps: int, 
 
 
 def soft_labels(fed: Fed) -> Tensor | None:
-    """The labels that single images were trained with: the network's belief minus the classifier's bias gradient."""
+    """The labels that single images were trained with: the network's belief minus the classifier's bias gradient.
+
+    The size of the gradient is unknown. It is that which leaves the classes that an image does not have at 0.
+    """
     labels = fed.target.labels
     if labels.ndim == 3:
         return labels
@@ -131,8 +135,15 @@ def soft_labels(fed: Fed) -> Tensor | None:
     for observation, x, signal in zip(fed.target.observations, fed.x, signals, strict=True):
         noise = observation.model.draw_noise(1, torch_stream(0))
         belief = observation.model(observation.state, x, noise).softmax(-1)
-        rows.append((belief - signal).clamp(0, 1))
+        rows.append((belief - _size(belief[0], signal) * signal).clamp(0, 1))
     return torch.stack(rows)
+
+
+def _size(belief: Tensor, signal: Tensor) -> Tensor:
+    """The largest factor of the signal by which few labels fall below 0: a class that is absent has belief / signal."""
+    ratio, order = (belief / signal)[signal > 0].sort()
+    weight = signal[signal > 0][order].cumsum(0)
+    return ratio[int((weight >= ROUNDED * weight[-1]).nonzero()[0])] if len(ratio) else belief.new_zeros(())
 
 
 def sighting(target: Target, place: int) -> Target:

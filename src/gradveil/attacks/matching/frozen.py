@@ -105,7 +105,7 @@ class Frozen:
         """Distance, the weights one step along its derivative by the update, and the factor of the difference."""
         problem, names = self.problem, self.problem.names
         victim = row // problem.match.restarts
-        plain = not problem.insight.weights and not problem.insight.transform
+        plain = not problem.insight.weights
         if isinstance(problem.match.distance, Cosine) and plain:
             # V = (cos·a/|a| − b/|b|) / |a| for the update a and the target b: no need to build it first.
             a, b = [update[n] for n in names], [t[victim] for t in problem.observed[sighting]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Target
-from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
+from gradveil.attacks.matching.distances import Cosine, Distance, RelativeL2, fitted
 from gradveil.attacks.matching.optimizers import LBFGS, Adam, FirstOrder
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.rows import Rows
@@ -46,16 +46,14 @@ class Insight:
         weights: tensor name → factors (victims × the tensor's shape, or broadcastable to it). Both updates are multiplied
             by them before they are compared; zeros and ones make a mask.
         keep: names of the tensors that are compared; None compares all.
-        transform: what the defense does to an update (name → rows × shape); applied to ours before it is compared.
     """
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     keep: Sequence[str] | None = None
-    transform: Callable[[Tensors], Tensors] | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.weights and self.keep is None and self.transform is None
+        return not self.weights and self.keep is None
 
     def subset(self, victims: Sequence[int]) -> Insight:
         """The same for a selection of the victims."""
@@ -108,15 +106,13 @@ class Problem:
         return total / len(self.observed)
 
     def compare(self, updates: Tensors, rows: Rows, sighting: int = 0) -> Tensor:
-        """The distance of updates (rows first) from those of one sighting."""
-        updates = self.insight.transform(updates) if self.insight.transform else updates
-        distance, victims = self.match.distance, rows.victims
-        if isinstance(distance, PerRow):
-            distance = distance.select(rows.index)
+        """The distance of updates (rows first) from those of one sighting; the size of either makes no difference."""
+        distance, victims = self.match.distance.select(rows.index), rows.victims
         observed = self.observed[sighting]
         if rows.index is not None or rows.restarts > 1:
             observed = [t[victims] for t in observed]
-        return distance(self._weighted(updates, victims), observed)
+        ours = self._weighted(updates, victims)
+        return distance(ours if distance.scale_free else fitted(ours, observed), observed)
 
     def residual(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """The distance alone of all rows, with the labels of the rows or with others."""

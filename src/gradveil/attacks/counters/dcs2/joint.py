@@ -1,8 +1,8 @@
 """Against DCS²: the update is the gradient of two images, so two images are searched.
 
 * `dcs2-joint` knows Eq. 10. Cross entropy is linear in its target, so λg·∇L(x_c, y_c) + (1 − λg)·∇L(x_c, y_s) is the
-  gradient of x_c under the soft label λg·y_c + (1 − λg)·y_s: the update is twice the gradient of an ordinary batch of a
-  sensitive and a concealed image.
+  gradient of x_c under the soft label λg·y_c + (1 − λg)·y_s: the update is, up to its size, the gradient of an ordinary
+  batch of a sensitive and a concealed image.
   1. The classifier's gradient separates the two exactly, labels and features (`pair.py`).
   2. Linear layers before it, then convolutions are undone in closed form, both images at once, as long as there are
      clearly more equations than unknowns.
@@ -13,7 +13,6 @@
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,11 +30,10 @@ from gradveil.attacks.matching.engine import MatchingAttack, match_and_choose, s
 from gradveil.attacks.matching.head import FeatureMatch, cut_before
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
-from gradveil.attacks.matching.problem import Insight, Match, Problem
+from gradveil.attacks.matching.problem import Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.core.observation import Observation
-from gradveil.core.types import Tensors
 from gradveil.defenses.gradient.dcs2 import DCS2
 
 APART = 1e-3  # error of the classifier's equations below which the two images are told apart
@@ -97,7 +95,7 @@ class DCS2Joint(Attack):
                 labels.append(torch.stack([hard[0], soft]))
                 observations.append(replace(o, knowledge=replace(o.knowledge, batch_size=2)))
         doubled = target.about(observations, torch.stack(labels))
-        answer = TOGETHER.reconstruct(doubled, Insight(transform=_scale(2 / defense.divisor)))
+        answer = TOGETHER.reconstruct(doubled)
         pick = answer.score.view(-1, each).argmin(1)
         rows = pick + torch.arange(len(pick)) * each
         best = torch.tensor([[options[int(i)][0]] for options, i in zip(pairs, pick, strict=True)])
@@ -119,14 +117,14 @@ def _separated(observation: Observation) -> Pair:
     defense, layer = observation.knowledge.needed_part(DCS2), linear_layers(observation)[-1]
     names = [f"{layer}.{part}" for part in ("weight", "bias")]
     weight, bias = (observation.state[n] for n in names)
-    weight_sent, bias_sent = (observation.update.tensors[n] * defense.divisor for n in names)
+    weight_sent, bias_sent = (observation.update.tensors[n] for n in names)
     return separate((weight_sent, bias_sent), (weight, bias), defense.lambda_g)
 
 
 def _by_features(target: Target, pairs: list[Pair]) -> Answer:
     """The sensitive images, from the deepest features that the closed form gives."""
     layers, layer = line(target.first), linear_layers(target.first)[-1]
-    weight = target.state[f"{layer}.weight"].double() / target.knowledge.needed_part(DCS2).divisor
+    weight = target.state[f"{layer}.weight"].double()
     states = [(pair.features, pair.signals @ weight) for pair in pairs]
     for step in linear_tail(target.first):
         layer = step.path
@@ -166,13 +164,6 @@ def _determined(target: Target, layer: Layer, images: int) -> bool:
     """Whether the two sets of equations of a layer are clearly more than its unknown inputs."""
     unknown = images * math.prod(layer.before)
     return images * math.prod(layer.after) + target.state[f"{layer.path}.weight"].numel() > 1.5 * unknown
-
-
-def _scale(factor: float) -> Callable[[Tensors], Tensors]:
-    def transform(tensors: Tensors) -> Tensors:
-        return {name: factor * t for name, t in tensors.items()}
-
-    return transform
 
 
 @attack("dcs2-average-start", needs={"public"}, adaptive=True)

@@ -3,10 +3,10 @@
 The classifier receives h_s from the sensitive image and h_c from the concealed one, and sends
 ∇W = δ_s h_sᵀ + δ_c h_cᵀ and ∇b = δ_s + δ_c: a matrix of rank two with columns in the plane of δ_s and δ_c. Two numbers are
 left open, the place of δ_s in that plane; the rest is arithmetic: δ_c = ∇b − δ_s, and h_s, h_c follow from ∇W. But the
-features must also give the signals back: δ_s = s·(softmax(W h_s + b) − y_s) and δ_c = softmax(W h_c + b) − y, with
-y = λg·y_c + (1 − λg)·y_s. On ten classes those are 20 equations for two numbers (three where DCS² projected and so
-enlarged its part of the true gradient: s ≥ 1), solved by Levenberg–Marquardt from a grid for every pair of labels at
-once. How the concealed image was crafted does not enter.
+features must also give the signals back, up to their sizes (DCS² may enlarge its part of the true gradient, and a defense
+may change the size of all): δ_s ∝ softmax(W h_s + b) − y_s and δ_c ∝ softmax(W h_c + b) − y, with
+y = λg·y_c + (1 − λg)·y_s. On ten classes those are 16 equations for two numbers, solved by Levenberg–Marquardt from a
+grid for every pair of labels at once. How the concealed image was crafted does not enter.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from torch.func import jacfwd, vmap
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)  # of ∇b that belong to the sensitive image …
 ASIDE = (1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)  # … and the distance of δ_s from it, to either side
 LABELS = 10  # tried on either side, those with the lowest bias gradient
-LARGER = (0.0, 1.0)  # log s
 THINNED = {4: 4, 12: 4, 24: 4}  # after so many steps one in so many goes on, the best
 STEPS = 60
 
@@ -31,13 +30,13 @@ class Pair:
     features: Tensor  # 2 × width
     signals: Tensor  # 2 × classes
     labels: tuple[int, int]
-    error: float  # of the equations, as a share of ∇b
+    error: float  # of the equations, as a share of the signals
 
 
 def separate(sent: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor], lambda_g: float) -> Pair:
     """From the gradients (∇W, ∇b) of a classifier and its weights (W, b)."""
     (weight_sent, bias_sent), (weight, bias) = ((w.double(), b.double()) for w, b in (sent, state))
-    classes, size = len(bias), bias_sent.norm()
+    classes = len(bias)
     plane = torch.linalg.svd(weight_sent, full_matrices=False)[0][:, :2]
     rows, sum_ = plane.T @ weight_sent, plane.T @ bias_sent
     logits = rows @ weight.T
@@ -53,10 +52,10 @@ def separate(sent: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor], lambda_g
         p = (_inverse(parts) @ logits + bias).softmax(-1)
         signals = (plane @ parts).T
         mixed = lambda_g * concealed + (1 - lambda_g) * sensitive
-        return torch.cat([(p[0] - sensitive) * at[2].exp() - signals[0], p[1] - mixed - signals[1]]).div(size)
+        return (_unit(p - torch.stack([sensitive, mixed])) - _unit(signals)).flatten()
 
     aside = [sign * a for a in ASIDE for sign in (1, -1)]
-    grid = torch.cartesian_prod(*(torch.tensor(v, dtype=torch.float64) for v in (SHARES, aside, LARGER)))
+    grid = torch.cartesian_prod(*(torch.tensor(v, dtype=torch.float64) for v in (SHARES, aside)))
     likely = bias_sent.argsort()[:LABELS]
     pairs = torch.cartesian_prod(likely, likely)
     labels = torch.eye(classes, dtype=torch.float64)[pairs.repeat_interleave(len(grid), 0)]
@@ -65,6 +64,10 @@ def separate(sent: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor], lambda_g
     parts = split(at[best])
     sensitive, concealed = labels[best].argmax(-1).tolist()
     return Pair(_inverse(parts) @ rows, (plane @ parts).T, (sensitive, concealed), float(cost[best].sqrt()))
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / rows.square().sum(1, keepdim=True).sqrt()
 
 
 def _inverse(m: Tensor) -> Tensor:
