@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +211,52 @@ def test_an_answer_that_is_not_finite_is_recorded_as_failed(observe_victims: Cal
     assert fine.failed is None
     assert failed.failed
     assert torch.isfinite(failed.images).all()
+
+
+# -- the size of an update ---------------------------------------------------------------------------------------------
+
+FACTORS = [(1e-30, torch.float64), (1e30, torch.float64), (1e-20, torch.float32), (1e20, torch.float32)]
+TOGETHER = ("mixup-decode", "instahide-decode")  # take all victims for those of one client
+
+
+def half_sizes(observation: Observation, scaled: Callable) -> list[Observation]:
+    """In half precision, so large that it holds the digits of all entries that matter: 2¹⁰ and 2¹⁴ at most."""
+    largest = max(float(t.abs().max()) for s in observation.seen for t in s.update.tensors.values())
+    return [scaled(observation, 2.0**power / largest, torch.float16) for power in (10, 14)]
+
+
+def applicable(name: str, observe_victims: Callable, data: DataSet) -> Observation:
+    """One victim in the first setting in which the attack applies; settings of the defense that it counters come first."""
+    ordered = sorted(grounds(name).items(), key=lambda item: not item[0].startswith(("counters", "tampered")))
+    for level in ("realistic", "upper-bound"):
+        for _, ground in ordered:
+            (seen,), _ = observe_victims(data=data, victims=1, level=level, **ground)
+            if parse(name).why_not(seen) is None and not isinstance(answers(parse(name), [seen]), str):
+                return seen
+    raise AssertionError("it applies nowhere")
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", EVERY)
+def test_an_attack_rebuilds_the_same_from_an_update_of_any_size(
+    name: str, observe_victims: Callable, scaled: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(extractors, "STEPS", 3)
+    one, attack = applicable(name, observe_victims, shapes), parse(name)
+    sizes = [one, *(scaled(one, factor, dtype) for factor, dtype in FACTORS)]
+    for group in (sizes, half_sizes(one, scaled)):
+        found = [attack([o])[0] for o in group] if name in TOGETHER else attack(group, cache=tmp_path)
+        assert [r.failed for r in found] == [None] * len(group)
+        for other in found[1:]:
+            assert_same(other, found[0])
+
+
+def assert_same(one: Reconstruction, other: Reconstruction) -> None:
+    torch.testing.assert_close(one.images, other.images, rtol=0, atol=2e-3)
+    assert one.score == pytest.approx(other.score, rel=1e-2, abs=1e-4)
+    assert (one.labels is None) == (other.labels is None)
+    if one.labels is not None and other.labels is not None:
+        torch.testing.assert_close(one.labels, other.labels, rtol=0, atol=1e-3)
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradveil.core.observation import Observation, Sighting
+from gradveil.core.types import Tensors
 
 
 def why_unusable(observation: Observation) -> str | None:
@@ -51,3 +52,27 @@ def _sent(observation: Observation) -> Iterator[Tensor]:
         for name in observation.model.trainable:
             if (tensor := sighting.update.tensors.get(name)) is not None and tensor.numel():
                 yield tensor
+
+
+def least_agreement(sent: Tensors, plain: Tensors) -> float:
+    """Whether `sent` is the undefended update `plain` up to one common factor: 1 if it is, by the tensor that agrees least.
+
+    After `plain` was multiplied by the factor that fits all tensors together best, a tensor of its length agrees by the
+    cosine between the two, and one of another length by less. Per tensor, because on some nets the whole updates of two
+    different images of a class have a cosine above 0.999.
+    """
+    if not plain.keys() <= sent.keys() or any(sent[n].shape != plain[n].shape for n in plain):
+        return -1.0
+    ours, theirs = ([t[n].double().flatten() for n in plain] for t in (sent, plain))
+    largest = [max(float(t.abs().max()) for t in side) for side in (ours, theirs)]
+    if not all(math.isfinite(size) and size > 0 for size in largest):
+        return -1.0
+    pairs = [(a / largest[0], b / largest[1]) for a, b in zip(ours, theirs, strict=True)]
+    factor = sum(float(a @ b) for a, b in pairs) / sum(float(b @ b) for _, b in pairs)
+    return min(_agreement(a, factor * b) for a, b in pairs) if factor > 0 else -1.0
+
+
+def _agreement(a: Tensor, b: Tensor) -> float:
+    """The cosine of two vectors of one length; less where their lengths differ."""
+    square, error = float(b @ b), float((a - b) @ (a - b))
+    return max(-1.0, 1 - error / (2 * square)) if square else 1.0 - 2.0 * (error > 0)

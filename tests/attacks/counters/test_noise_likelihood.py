@@ -97,12 +97,16 @@ def test_what_defenses_declare(spec: str, examples: int, noise: Noise | None, no
 
 
 def test_the_likelihood_is_that_of_the_declared_noise() -> None:
-    assert likelihood(None, 1e-3) == GaussianLikelihood(1e-3)
-    assert likelihood(Noise(0.2), 1e-3) == GaussianLikelihood(0.2)
-    assert likelihood(Noise(1e-6), 1e-3) == GaussianLikelihood(1e-3)
-    laplace = likelihood(Noise(0.2 * 2**0.5, "laplace"), 1e-3)
+    gaussian = likelihood([Noise(0.2), Noise(1e-6), Noise(0.3)], 1e-3)  # one per row
+    assert isinstance(gaussian, GaussianLikelihood)
+    assert gaussian.std.tolist() == pytest.approx([0.2, 1e-3, 0.3])
+    assert gaussian.select(torch.tensor([2, 1])).std.tolist() == pytest.approx([0.3, 1e-3])
+    without = likelihood([None], 1e-3)
+    assert isinstance(without, GaussianLikelihood)
+    assert without.std.tolist() == pytest.approx([1e-3])
+    laplace = likelihood([Noise(0.2 * 2**0.5, "laplace")], 1e-3)
     assert isinstance(laplace, LaplaceLikelihood)
-    assert laplace.scale == pytest.approx(0.2)
+    assert laplace.scale.tolist() == pytest.approx([0.2])
 
 
 def test_a_part_is_asked_for_by_its_class(observe_victims: Callable, shapes: DataSet) -> None:
