@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 import gradveil as gv
 from gradveil.attacks import parse
 from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.matching.fed_images import _size
+from gradveil.attacks.matching.fed_images import signal_size
 from gradveil.attacks.unit_length import least_agreement, unit_length
 from gradveil.core.types import LocalTraining, Tensors
 from gradveil.data import DataSet
 
+SIZES = (1e-20, 1.0, 1e20)
 FACTORS = [(1e-30, torch.float64), (1e30, torch.float64), (1e-20, torch.float32), (1e20, torch.float32)]
 
 
@@ -32,10 +34,10 @@ def test_labels_are_inferred_from_an_update_of_any_size(
 
 @pytest.mark.parametrize("target", [[0.7, 0.3, 0, 0, 0], [0.5, 0.25, 0.25, 0, 0], [0, 0, 1.0, 0, 0]])
 def test_mixed_labels_are_read_from_a_signal_of_any_size(target: list[float]) -> None:
-    belief, y = torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1]), torch.tensor(target)
-    for factor in (1e-20, 1.0, 1e20):
+    y = torch.tensor(target)
+    for belief, factor in product((torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1]), torch.tensor([1 - 4e-6, *[1e-6] * 4])), SIZES):
         signal = factor * (belief - y)
-        torch.testing.assert_close(belief - _size(belief, signal) * signal, y, rtol=0, atol=1e-6)
+        torch.testing.assert_close(belief - signal_size(belief, signal) * signal, y, rtol=0, atol=1e-6)
 
 
 def test_all_updates_of_an_observation_are_divided_by_one_number(

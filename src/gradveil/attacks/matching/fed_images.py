@@ -30,7 +30,7 @@ LADDER = ((1e-4, 100), (1e-7, 200))  # TV weight, L-BFGS iterations
 POLISH = (1e-7, 600)
 EXACT = 1e-6  # residual (share of the update's size) above which images are polished
 CONVERGED = 1e-2  # residual above which the portfolio tries too
-ROUNDED = 0.05  # share of the positive signal in which rounding may hide the size of the signal
+CONFIRMED = 1e-2  # relative difference within which two classes say the same about the size of a signal
 
 
 @dataclass
@@ -135,15 +135,16 @@ def soft_labels(fed: Fed) -> Tensor | None:
     for observation, x, signal in zip(fed.target.observations, fed.x, signals, strict=True):
         noise = observation.model.draw_noise(1, torch_stream(0))
         belief = observation.model(observation.state, x, noise).softmax(-1)
-        rows.append((belief - _size(belief[0], signal) * signal).clamp(0, 1))
+        rows.append((belief - signal_size(belief[0], signal) * signal).clamp(0, 1))
     return torch.stack(rows)
 
 
-def _size(belief: Tensor, signal: Tensor) -> Tensor:
-    """The largest factor of the signal by which few labels fall below 0: a class that is absent has belief / signal."""
-    ratio, order = (belief / signal)[signal > 0].sort()
-    weight = signal[signal > 0][order].cumsum(0)
-    return ratio[int((weight >= ROUNDED * weight[-1]).nonzero()[0])] if len(ratio) else belief.new_zeros(())
+def signal_size(belief: Tensor, signal: Tensor) -> Tensor:
+    """The factor of the signal that leaves the labels of absent classes at 0: belief / signal, the same for all of them
+    and larger for classes that are present. Of one that no other class confirms, the smallest."""
+    ratio = (belief / signal)[(signal > 0) & (belief > 0)].sort().values
+    confirmed = (ratio[1:] <= (1 + CONFIRMED) * ratio[:-1]).nonzero().flatten().tolist()
+    return ratio[confirmed[0] if confirmed else 0] if len(ratio) else belief.new_zeros(())
 
 
 def sighting(target: Target, place: int) -> Target:
