@@ -29,6 +29,7 @@ PROTOCOL = (
     "attacks/base.py",
     "attacks/budget.py",
     "attacks/layers.py",
+    "attacks/unit_length.py",
     "attacks/labels/*.py",
     "attacks/matching/dense.py",
     "attacks/matching/distances.py",

@@ -27,7 +27,7 @@ from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import Slots, strangers_wanted
 
 # To be raised when the results of every cell change: observation, client, labels, attack engine, training, scoring.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Case:
