@@ -24,7 +24,7 @@ NOISE = "gaussian:std=1.0"
         ("idlg:steps=150,restarts=1", 40),
         ("cpl:steps=150,restarts=1", 28),
         ("lbfgs-cosine:steps=120", 28),
-        ("lbfgs-l2:steps=120", 35),
+        ("lbfgs-l2:steps=120", 34),  # all four above 25
         ("adam-cosine:steps=200", 22),
         ("sgd-cosine:steps=250", 15),
         ("adam-l1:steps=200", 17),
