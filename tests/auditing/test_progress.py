@@ -19,8 +19,8 @@ def stored(cell: Cell, identified: int, psnr: float) -> StoredCell:
         for i in range(4)
     )  # fmt: skip
     row = ScoreRow(psnr=Statistic.of([psnr] * 4), scored=4)
-    return StoredCell(key=cell.key, kind=cell.kind, defense=cell.defense, attack=cell.attack, tensors=None, seconds=1.0,
-                      rows=(row,), victims=images)  # fmt: skip
+    return StoredCell(key=cell.key, kind=cell.kind, defense=cell.defense, attack=cell.attack, tensors=None,
+                      tensors_sha256=None, seconds=1.0, rows=(row,), victims=images)  # fmt: skip
 
 
 def test_the_bar_names_the_strongest_attack_so_far() -> None:
