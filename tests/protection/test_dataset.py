@@ -275,3 +275,39 @@ def test_a_damaged_marker_starts_the_work_again(text: str, tmp_path: Path) -> No
     marker.write_text(text)
     assert len(protect_files(source, target, ATS_SPEC).protected) > 0
     assert target.exists() and not marker.parent.exists()
+
+
+def test_a_link_to_nothing_is_the_users_too(tmp_path: Path) -> None:
+    source, target = archive(tmp_path / "in.npz"), tmp_path / "out.npz"
+    target.symlink_to("not-mounted")
+    with pytest.raises(UserError, match="exists already"):
+        protect_files(source, target, ATS_SPEC)
+    assert str(target.readlink()) == "not-mounted"
+
+
+@pytest.mark.parametrize("kind", ["archive", "folder"])
+@pytest.mark.parametrize("content", ["a file", "a folder"])
+def test_what_appears_meanwhile_is_not_replaced(
+    kind: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = archive(tmp_path / "in.npz") if kind == "archive" else pictures(tmp_path / "in")
+    target, name = tmp_path / ("out.npz" if kind == "archive" else "out"), f"_write_{'npz' if kind == 'archive' else 'folder'}"
+    mine, write = target / "notes" if content == "a folder" else target, getattr(protecting, name)
+
+    def late(*arguments: object) -> Path:
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        return write(*arguments)
+
+    monkeypatch.setattr(protecting, name, late)
+    with pytest.raises(UserError, match="exists already"):
+        protect_files(source, target, ATS_SPEC)
+    assert mine.read_text() == "mine" and not (tmp_path / f".{target.name}.unfinished").exists()
+
+
+def test_a_disk_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    assert protect_files(archive(tmp_path / "in.npz"), tmp_path / "out.npz", ATS_SPEC).path.is_file()

@@ -31,7 +31,7 @@ from gradveil.data.readers.npz import read_npz
 from gradveil.data.resize import resize_square
 from gradveil.data.validation import to_batch
 from gradveil.defenses import Defense, Setup, Step, parse
-from gradveil.storage.files import LOCK, DiskFull, alone_in, contents, room_for, sync_folder, write_json, write_tensors
+from gradveil.storage.files import LOCK, DiskFull, alone_in, contents, rename_to_new, room_for, write_json, write_tensors
 from gradveil.storage.reading import read_json
 from gradveil.storage.tensor_file import read_tensors
 
@@ -86,7 +86,7 @@ def protect_files(
     work = WorkFolder(target.parent / f".{target.name}.unfinished", _key(method, originals, others, reproducible))
     work.check()
     # A run that was killed after the copy was put in place has only its work folder left to remove.
-    if not (target.exists() and work.secret()):
+    if not (os.path.lexists(target) and work.secret()):
         _check_target(source, target, originals, soft)
     with room_for(target), alone_in(work.path, "protect"):
         secret = work.begin()
@@ -101,13 +101,16 @@ def protect_files(
         except UserError:  # there is nothing to resume from
             work.remove()
             raise
-        if not target.exists():
+        if not os.path.lexists(target):
             if originals.files is None or soft:
                 copy = _write_npz(work.path, originals, protected, {"mean": mean, "std": std} if soft else {})
             else:
                 copy = _write_folder(work.path, originals.files, protected)
-            os.replace(copy, target)
-            sync_folder(target.parent)
+            try:
+                rename_to_new(copy, target)
+            except UserError:  # what is there now is not this copy
+                work.remove()
+                raise
         work.remove()
     return Copy(target, originals.batch, protected)
 
@@ -189,7 +192,7 @@ def _read(source: Path, size: int | None) -> Originals:
 
 
 def _check_target(source: Path, target: Path, originals: Originals, soft: bool) -> None:
-    if target.exists():
+    if os.path.lexists(target):
         raise UserError(f"{target}: exists already; give another place, or remove it.")
     if source.resolve() in target.resolve().parents:
         raise UserError(f"{target}: lies inside {source}; give a place outside of it.")

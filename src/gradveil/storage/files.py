@@ -97,6 +97,23 @@ def no_space(error: BaseException) -> bool:
     return any(f"os error {code}" in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
+def rename_to_new(source: Path, target: Path) -> None:
+    """Rename a file or folder for good, and never over something that appeared there meanwhile."""
+    try:
+        if source.is_dir():
+            os.rename(source, target)  # fails on all but an empty folder
+        else:
+            os.link(source, target)  # fails on everything; a rename would replace a file
+            source.unlink()
+    except OSError as error:
+        if os.path.lexists(target):
+            raise UserError(f"{target}: exists already; give another place, or remove it.") from None
+        if source.is_dir() or no_space(error):
+            raise
+        os.rename(source, target)  # a disk without hard links
+    sync_folder(target.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Put a folder's names on disk: a renamed file is safe from a power cut only then."""
     if os.name != "posix":
