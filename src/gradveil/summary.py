@@ -42,6 +42,7 @@ NoticeCode = Literal[
     "images-failed",
     "no-updates",
     "single-draw",
+    "only-rescaled",
     "zero-updates",
     "broken-updates",
     "unknown-counter",

@@ -55,10 +55,10 @@ def everything(case: Case, likeness: float = 1.0) -> Outcome:
 
 
 def summary_of(case: Case, **by_defense: dict[str, Outcome]) -> Summary:
-    """A summary where each defense's attacks gave what is named; the others gave nothing."""
+    """A summary where each defense's attacks and other cells, by their kind, gave what is named; the others nothing."""
     plan, cells = make_plan(case), {}
     for cell in plan:
-        outcome = Outcome(rows=(ScoreRow(),))
+        outcome = by_defense.get(cell.defense, {}).get(cell.kind) or Outcome(rows=(ScoreRow(),))
         if cell.kind == "attack":
             outcome = by_defense.get(cell.defense, {}).get(cell.attack) or attacked(case)
         names = {"key": cell.key, "kind": cell.kind, "defense": cell.defense, "attack": cell.attack}
@@ -95,6 +95,16 @@ def test_more_like_the_victims_than_like_strangers_is_a_leak_and_the_numbers_of_
 def test_one_perfect_image_of_eight_is_a_leak_and_so_are_many_half_good_ones(case):
     assert row_of(case, "clip", clip={"ig": attacked(case, {3: 0.9999})}).verdict == "leaks"
     assert row_of(case, "clip", clip={"ig": everything(case, 0.34)}).verdict == "leaks"  # nobody is identified
+
+
+def test_what_only_rescales_updates_gets_the_verdict_of_the_control(case):
+    for agreement, leaky, verdict in ((0.9995, True, "leaks"), (0.998, True, "unrefuted"), (0.9995, False, "cannot tell")):
+        control = {"ig": everything(case)} if leaky else {}
+        row = row_of(case, "clip", none=control, clip={"observe": Outcome(agreement=agreement)})
+        assert row.test.p > 0.05 and row.verdict == verdict
+        assert ("only-rescaled" in codes(row.warnings)) == (verdict == "leaks")
+    shown = row_of(case, "clip", clip={"ig": everything(case), "observe": Outcome(agreement=1.0)})
+    assert shown.verdict == "leaks" and "only-rescaled" not in codes(shown.warnings)
 
 
 def test_ssim_and_chance_hits_do_not_decide(case):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradveil import models
 from gradveil.attacks.base import Attack, Target
 from gradveil.attacks.budget import row_bytes
+from gradveil.attacks.unit_length import least_agreement
 from gradveil.auditing.case import Case
 from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
@@ -127,7 +128,7 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
     plain, plain_state = case.task(none, work.attack, state)
     undefended = _client(work, plain, plain_state, none)
     stored: Tensors = {}
-    changes, zero_updates, broken_updates = [], 0, 0
+    changes, agreements, zero_updates, broken_updates = [], list[float](), 0, 0
     for v in range(case.spec.victims):
         batch = case.batch(v)
         protected, data_secrets = client.protect(state, batch, v)
@@ -142,10 +143,12 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             if u == 0:
                 reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))
+                agreements.append(least_agreement(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)
     outcome = Outcome(
         gradient=_mean_change(changes),
         changes=tuple(c and GradientChange(cosine=finite(c[0]), noise_ratio=finite(c[1])) for c in changes),
+        agreement=min(agreements),
         zero_updates=zero_updates,
         broken_updates=broken_updates,
     )

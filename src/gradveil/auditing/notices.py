@@ -11,6 +11,14 @@ from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, LeakTest, Notice, NoticeCode, Verdict
 
 
+SAME = 0.999  # agreement from which on updates are the undefended ones up to their size
+
+
+def only_rescaled(observed: StoredCell) -> bool:
+    """Whether every tensor of every update is that of the undefended one, up to one common factor per update."""
+    return observed.agreement is not None and observed.agreement >= SAME
+
+
 def not_tested(case: Case) -> tuple[str, ...]:
     """What the audit says nothing about."""
     spec = case.spec
@@ -80,6 +88,8 @@ def defense_notices(
         texts["single-draw"] = (
             "random, but judged on a single draw: repeated updates of the same images may leak more (--updates)"
         )
+    if verdict == LEAKS and not (test is not None and test.leaks):
+        texts["only-rescaled"] = "its updates are the undefended ones up to their size, so the verdict without a defense holds"
     if observed.zero_updates:
         texts["zero-updates"] = f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked"
     if observed.broken_updates:

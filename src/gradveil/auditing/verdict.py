@@ -11,7 +11,7 @@ import torch
 
 from gradveil import __version__
 from gradveil.auditing.case import Case
-from gradveil.auditing.notices import audit_notices, defense_notices, not_tested
+from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
@@ -175,9 +175,11 @@ def _test(case: Case, ran: Sequence[StoredCell], control: Control) -> LeakTest |
     )
 
 
-def _verdict(defense: Defense, test: LeakTest | None, control: Control, attacked: Sequence[StoredCell]) -> Verdict:
-    """In order of precedence. The control leaks, or nothing can be told."""
-    if test is not None and test.leaks:
+def _verdict(
+    defense: Defense, test: LeakTest | None, control: Control, observed: StoredCell, attacked: Sequence[StoredCell]
+) -> Verdict:
+    """In order of precedence. The control leaks, or nothing can be told; what only rescales is the control."""
+    if (test is not None and test.leaks) or (control.leaks and only_rescaled(observed)):
         return LEAKS
     shown = control.leaks and control.excess >= LEAST_EXCESS and test is not None and test.power >= POWER
     if not shown or defense.spec == CONTROL or any(c.status == "failed" and c.attack in control.ran for c in attacked):
@@ -195,7 +197,7 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
     ran = [cell for cell in attacked if cell.status == "ok"]
     observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
     test = _test(case, ran, control)
-    verdict = _verdict(defense, test, control, attacked)
+    verdict = _verdict(defense, test, control, observed, attacked)
     return DefenseRow(
         spec=text,
         stage=tuple(defense.stages),

@@ -67,6 +67,7 @@ class Outcome(Record):
     granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims
     changes: tuple[GradientChange | None, ...] = ()  # observe: victim by victim
+    agreement: float | None = None  # observe: with the undefended updates up to their size, at the least; 1 is equal
     zero_updates: int = 0  # observe
     broken_updates: int = 0  # observe: not finite
     history: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # attack, train, utility: curves
