@@ -10,7 +10,6 @@ from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL, POWER
 from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, LeakTest, Notice, NoticeCode, Verdict
 
-
 SAME = 0.999  # agreement from which on updates are the undefended ones up to their size
 
 
