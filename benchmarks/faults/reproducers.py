@@ -29,7 +29,7 @@ from PIL import Image
 from record import record
 from safetensors.numpy import save_file
 
-SECONDS, MEMORY = 60, 12 * 2**30
+SECONDS, CLOCK, MEMORY = 60, 400, 12 * 2**30  # of processor time, of the clock, bytes of address space
 CASES: dict[str, Callable[[Path], str | None]] = {}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "200"}
 TRAIN = """
@@ -68,6 +68,7 @@ def case(name: str) -> Callable[[Callable[[Path], str | None]], Callable[[Path],
 
 def _limits() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
 
 
 def run(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +79,7 @@ def run(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProc
         text=True,
         errors="replace",
         capture_output=True,
-        timeout=SECONDS,
+        timeout=CLOCK,
         stdin=subprocess.DEVNULL,
         preexec_fn=_limits,
         check=False,
@@ -296,7 +297,7 @@ def two_interrupts(folder: Path) -> str | None:
         for _ in range(2):
             job.send_signal(signal.SIGINT)
             time.sleep(0.05)
-        text = job.communicate(timeout=SECONDS)[1]
+        text = job.communicate(timeout=CLOCK)[1]
     return f"traceback: {text[-80:]}" if "Traceback" in text else None
 
 
@@ -330,12 +331,12 @@ def terminated(folder: Path) -> str | None:
     with subprocess.Popen([sys.executable, "-c", text], cwd=folder, env=environment, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         job.stdout.readline()
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + CLOCK
         while time.monotonic() < until and not [p for p in (folder / "tmp").rglob("*") if p.is_file()]:
             time.sleep(0.1)
         time.sleep(5)
         job.terminate()
-        job.wait(SECONDS)
+        job.wait(CLOCK)
     left = [p.name for p in (folder / "tmp").rglob("*.safetensors")]
     return f"{len(left)} files of tensors" if left else None
 
@@ -369,7 +370,7 @@ def main() -> int:
             try:
                 outcomes[name] = check(Path(folder))
             except subprocess.TimeoutExpired:
-                outcomes[name] = f"no end within {SECONDS} s"
+                outcomes[name] = f"no end within {CLOCK} s"
         print(f"{name}: {outcomes[name] or 'holds'}", flush=True)
     if not options.source and not options.only:
         rows = ["| case | now |", "|---|---|", *(f"| {name} | {fault or 'holds'} |" for name, fault in outcomes.items())]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 # What differs between two runs of the same audit; the hash of a cell covers its seconds.
-SECONDS = {"seconds", "seconds_per_round", "overhead", "sha256"}
+SECONDS = {"seconds", "seconds_per_round", "seconds_prepare", "overhead", "sha256"}
 
 
 def digits(path: Path, images: int = 600) -> Path:
