@@ -148,7 +148,7 @@ def test_a_broken_file_is_named(tmp_path, monkeypatch):
     for name in NETWORKS["alex"][:2]:
         (tmp_path / "lpips" / name).write_bytes(b"not weights")
     monkeypatch.setenv("GRADVEIL_DATA", str(tmp_path))
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is damaged"):
         lpips(torch.rand(1, 1, 28, 28), torch.rand(1, 1, 28, 28))
 
 
