@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import io
+import struct
+import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +13,7 @@ from PIL import Image
 
 from gradveil.core.errors import UserError
 from gradveil.data import load
+from gradveil.data.readers.image_folder import decode
 
 
 def write(folder: Path, x: np.ndarray, y: np.ndarray, names: str = "abcd") -> list[Path]:
@@ -99,3 +104,56 @@ def test_pictures_of_absurd_size(tmp_path: Path, made: Callable) -> None:
     Image.new("1", (9000, 9000)).save(paths[0])
     with pytest.raises(UserError, match="9000×9000 pixels are too many"):
         load(f"{tmp_path}:size=8")
+
+
+def _many_scans(scans: int) -> bytes:
+    """A JPEG of 2000×2000 pixels whose last scan (36 bytes) is repeated."""
+    file = io.BytesIO()
+    Image.new("L", (2000, 2000), 128).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    last = content[content.rindex(b"\xff\xc4") : -2]
+    return content[:-2] + last * scans + b"\xff\xd9"
+
+
+def _many_strips(strips: int) -> bytes:
+    """A TIFF of one column, each pixel in a strip of its own."""
+    offsets = 200
+    tags = {256: (4, 1, 1), 257: (4, 1, strips), 258: (3, 1, 8), 259: (3, 1, 1), 262: (3, 1, 1)}
+    tags |= {273: (4, strips, offsets), 277: (3, 1, 1), 278: (4, 1, 1), 279: (4, strips, offsets + 4 * strips)}
+    entries = b"".join(struct.pack("<HHII", tag, *value) for tag, value in tags.items())
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return header.ljust(offsets, b"\0") + struct.pack("<I", 8) * strips + struct.pack("<I", 1) * strips
+
+
+def _many_chunks(chunks: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (8, 8)).save(file, "PNG")
+    content, name = file.getvalue(), b"aaAa"
+    return content[:33] + (bytes(4) + name + struct.pack(">I", zlib.crc32(name))) * chunks + content[33:]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (_many_scans(2000), "stored in too many parts"),
+        (_many_strips(70_000), "stored in too many parts"),
+        (_many_strips(2_000_000), "too large a header"),
+        (_many_chunks(200_000), "too many parts"),
+    ],
+    ids=["scans", "strips", "offsets", "chunks"],
+)
+def test_pictures_of_too_many_parts(content: bytes, words: str, tmp_path: Path) -> None:
+    """Each of these takes minutes or gigabytes in files that are not much larger."""
+    (tmp_path / "a.png").write_bytes(content)
+    began = time.process_time()
+    with pytest.raises(UserError, match=words) as refused:
+        decode([tmp_path / "a.png"], 8)
+    assert "\n" not in str(refused.value) and time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "content", [_many_scans(20), _many_strips(1000), _many_chunks(1000)], ids=["scans", "strips", "chunks"]
+)
+def test_pictures_of_several_parts_are_read(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(content)
+    assert decode([tmp_path / "a.png"], 8).shape == (1, 8, 8, 1)

@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from gradveil.core.errors import UserError, one_line, shown
+from gradveil.core.text import shorten
 
 MAX_TEXT = 1 << 20  # bytes of a file that people write
 MAX_JSON = 1 << 24  # bytes of a file that gradveil writes
@@ -216,7 +217,7 @@ def parse_yaml(text: str, where: Path | str) -> object:
             loader.dispose()
     # The constructors of PyYAML raise the last three on values with a wrong tag: `!!timestamp x`, `!!bool x`, `!!int ""`.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{shown_path(where)}: not YAML ({one_line(error)}).") from None
+        raise UserError(f"{shown_path(where)}: not YAML ({shorten(one_line(error), 300)}).") from None
 
 
 def read_yaml(path: Path, limit: int = MAX_TEXT) -> object:

@@ -4,6 +4,7 @@ Pillow recognizes a picture by its content, not by its name, and runs another pr
 which formats to try, and gets an open regular file.
 """
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ SINGLE = ("PNG", "GIF", "WEBP", "TIFF")  # formats with frames; a JPEG may hold 
 TEST = ("test", "val", "valid", "validation")
 MAX_PIXELS = 1 << 26  # per picture file
 MAX_PICTURE = 1 << 28  # bytes per picture file
+MAX_PICTURE_HEADER = 1 << 23  # bytes of it that are read before its pixels
+MAX_READS = 400_000  # per picture file
+MAX_TILES = 1 << 16  # that a picture is stored in
+MAX_SCANS = 100  # of a JPEG, each of which goes over all of its pixels; programs write at most about 15
 MAX_DECODED = 1 << 35  # pixels of all pictures together, before they are resized: about ten minutes of work
 MAX_DEPTH = 16  # of folders
 RANK = 1  # last: it accepts any tree with pictures in it
@@ -110,12 +115,40 @@ def _peek(path: Path) -> tuple[tuple[int, int], bool]:
         return (picture.height, picture.width), picture.mode not in ("1", "L", "LA")
 
 
+class _CountedReads(io.BufferedReader):
+    """A file whose reads are counted: Pillow goes through the parts of a picture in Python, and there may be millions."""
+
+    reads, size = MAX_READS, MAX_PICTURE_HEADER  # what is left
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.reads -= 1
+        self.size -= 0 if size is None or size < 0 else len(content)  # the rest of a file in one piece is no header
+        if min(self.reads, self.size) < 0:
+            raise ValueError("it has too many parts, or too large a header")
+        return content
+
+    def scans(self) -> int:
+        """How often the marker of a scan occurs, which pixels never hold."""
+        before, count, end = self.tell(), 0, b""
+        self.seek(0)
+        while piece := super().read(1 << 20):
+            count += (end + piece).count(b"\xff\xda")
+            end = piece[-1:]
+        self.seek(before)
+        return count
+
+
 @contextmanager
 def _picture(path: Path) -> Iterator[Image.Image]:
     """A picture whose header has been checked; its pixels are not decoded yet."""
-    with open_regular(path, MAX_PICTURE) as file:
+    with open_regular(path, MAX_PICTURE) as plain_file:
+        file = _CountedReads(plain_file.raw)
         try:
             with Image.open(file, formats=FORMATS) as picture:
+                file.size = 2 * MAX_PICTURE
+                if len(picture.tile) > MAX_TILES or (picture.format in ("JPEG", "MPO") and file.scans() > MAX_SCANS):
+                    raise UserError(f"{path}: stored in too many parts; save the picture again.")
                 if picture.mode.startswith(("I", "F")):  # Pillow would clip these to 8 bits silently
                     raise UserError(f"{path}: more than 8 bits per pixel (mode {picture.mode}); convert it to 8 bits.")
                 if picture.width * picture.height > MAX_PIXELS:
