@@ -54,7 +54,7 @@ def audit(
         temporary = TemporaryFolder() if execution.out is None else None
         try:
             run = run_audit(case, replace(execution, out=temporary.path) if temporary else execution, display)
-            report = Report.written(*run, case.spec.pictures)
+            report = Report.written(*run, case.spec.picture_mode)
         except BaseException:
             if temporary:
                 temporary.remove()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 import yaml
 
 from gradveil.auditing.spec import make_spec, read_spec
@@ -86,3 +89,11 @@ def test_the_command_says_what_differs_from_the_defaults():
     assert spec.command() == (
         "gradveil audit --data 'my set.npz' --defense none --defense clip --batch-size 4 --classes 3 --utility"
     )
+
+
+def test_only_public_sets_are_shown_unasked(tmp_path: Path) -> None:
+    assert make_spec({"data": "mnist-5k"}).picture_mode == "shown"
+    assert make_spec({"data": "mnist-5k:size=14"}).picture_mode == "shown"
+    assert make_spec({"data": "mnist-5k", "pictures": "blurred"}).picture_mode == "blurred"
+    for private in (tmp_path / "mnist-5k", str(tmp_path / "cifar10"), (torch.rand(4, 1, 6, 6), torch.arange(4)), "mine:data"):
+        assert make_spec({"data": private}).picture_mode == "blurred"

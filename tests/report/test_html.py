@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from gradveil.auditing.spec import PictureMode
 from gradveil.core.errors import UserError
 from gradveil.report import pictures, words, write_report
-from gradveil.report.html import PictureMode
 from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import CaseFacts, Summary
 

@@ -18,6 +18,7 @@ from gradveil.core.losses import DEFAULT
 from gradveil.core.options import Option, option_words
 from gradveil.core.settings import first_error
 from gradveil.core.types import Level
+from gradveil.data.catalogue import NAMED_SETS
 from gradveil.defenses.base import Defense
 from gradveil.federation import FederationPlan
 from gradveil.storage.reading import read_yaml
@@ -29,6 +30,8 @@ FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
 
 # Marks a field in which audits of one case may differ: they share a folder, and one resumes the other.
 OUTSIDE_CASE = "outside the case"
+
+PictureMode = Literal["none", "blurred", "shown"]
 
 
 class UtilityTraining(BaseModel):
@@ -81,9 +84,15 @@ class AuditSpec(BaseModel):
     utility: Annotated[UtilityTraining | None, OUTSIDE_CASE] = Field(
         None, description="Train under each defense to see its cost."
     )
-    pictures: Annotated[Literal["none", "blurred", "shown"], OUTSIDE_CASE] = Field(
-        "blurred", description="none (not stored), blurred or shown."
+    pictures: Annotated[PictureMode | None, OUTSIDE_CASE] = Field(
+        None, description="none (not stored), blurred or shown. [shown for the public sets, else blurred]"
     )
+
+    @property
+    def picture_mode(self) -> PictureMode:
+        """What the page shows. The images of the sets that gradveil knows by name are public; all others are private."""
+        public = isinstance(self.data, str) and self.data.partition(":")[0] in NAMED_SETS
+        return self.pictures or ("shown" if public else "blurred")
 
     @field_validator("data", "model", mode="before")
     @classmethod

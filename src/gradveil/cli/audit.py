@@ -81,7 +81,7 @@ def command(
         return 0
     try:
         run = run_audit(case, execution, display_on(Console(stderr=True), quiet))
-        report = Report.written(*run, audit.pictures)
+        report = Report.written(*run, audit.picture_mode)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradveil.auditing.spec import PictureMode
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate, Statistic
 from gradveil.core.text import plain
@@ -18,7 +19,7 @@ from gradveil.processes.ending import orderly
 from gradveil.processes.temporary import TemporaryFolder
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
-from gradveil.report.html import PictureMode, write_report
+from gradveil.report.html import write_report
 from gradveil.report.page import page
 from gradveil.storage.files import make_private, write_atomic, write_text
 from gradveil.summary import CANNOT_TELL, LEAKS, NO_LEAK, UNREFUTED, Summary

@@ -9,10 +9,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from markupsafe import Markup
 
+from gradveil.auditing.spec import PictureMode
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImagePlace, ImageScores
 from gradveil.report import chart, words
@@ -22,7 +23,6 @@ from gradveil.storage.files import write_text
 from gradveil.storage.run_folder import RunFolder, StoredCell
 from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary
 
-PictureMode = Literal["none", "blurred", "shown"]
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
 
 LONG = 24  # entries of a list in the settings, such as class names, before it is cut
