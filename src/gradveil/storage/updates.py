@@ -19,6 +19,7 @@ from gradveil.storage.reading import parse_json
 from gradveil.storage.tensor_file import open_tensors
 
 MAX_BYTES = 2 << 30
+MAX_EXAMPLES = 999_999
 MAX_FACTS = 100
 MAX_FACT = 1 << 16  # bytes
 KINDS: tuple[Kind, ...] = ("gradient", "delta")
@@ -39,7 +40,7 @@ def load_update(path: str | Path) -> tuple[Update, dict[str, object]]:
     if kind is None:
         raise UserError(f"{path}: kind {shown(text)} is neither 'gradient' nor 'delta'.")
     examples = metadata.pop("examples", "1")
-    if not re.fullmatch("[1-9][0-9]{0,5}", examples, re.ASCII):
+    if not re.fullmatch("[1-9][0-9]{0,5}", examples, re.ASCII):  # up to MAX_EXAMPLES
         raise UserError(f"{path}: 'examples' is {shown(examples)}, not a number of images.")
     metadata.pop("gradveil", None)
     if len(metadata) > MAX_FACTS:

@@ -144,6 +144,42 @@ def test_replies_that_do_not_agree_leave_the_model_as_it_is(net: nn.Module, mess
     assert watched.aggregate_train(1, [Message(Error(2, "gone"), reply_to=sent)]) == (None, None)
 
 
+@pytest.mark.parametrize("metric", [1.0, [1.0, 2.0]], ids=["number", "list"])
+def test_one_client_with_other_names_does_not_stop_the_others(
+    metric: float | list[float], net: nn.Module, message: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    message()
+    watched = strategy(tmp_path)
+    before = {n: t.clone() for n, t in net.state_dict().items()}
+    sent = send(watched, before)
+    replies = [reply_of(sent, {n: t + 2 for n, t in before.items()}, node, 1) for node in (7, 8, 9)]
+    replies[0].content["metrics"]["extra"] = metric
+    with caplog.at_level("WARNING"):
+        arrays, _ = watched.aggregate_train(1, replies)
+    assert torch.allclose(torch.tensor(arrays["4.bias"].numpy()), before["4.bias"] + 2)
+    assert "gradveil: the reply of node 7 is left out: its records differ from the others'" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("metrics", "examples"),
+    [({"list": [0.1] * 100_000}, 4), ({"x" * 100_000: 1}, 4), ({"num-examples": 1e300}, 999_999), ({"loss": float("nan")}, 4)],
+    ids=["list", "name", "examples", "nan"],
+)
+def test_no_client_makes_the_record_of_its_update_unreadable(
+    metrics: dict[str, Any], examples: int, net: nn.Module, message: Make, tmp_path: Path
+) -> None:
+    message()
+    watched = strategy(tmp_path)
+    reply = reply_of(send(watched, net.state_dict()), {n: t + 1 for n, t in net.state_dict().items()}, 7, 4)
+    for name, value in metrics.items():
+        reply.content["metrics"][name] = value
+    watched.aggregate_train(1, [reply])
+    file = tmp_path / "round-001" / "client-7.safetensors"
+    update, facts = load_update(file)
+    assert update.examples == examples and "reported" in facts
+    assert file.stat().st_size < 50_000
+
+
 def test_a_folder_that_cannot_be_written_costs_the_capture_and_not_the_round(
     net: nn.Module, message: Make, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from gradveil.core.text import shorten
 from gradveil.protection.flower.arrays import STATISTICS, Arrays, check_values, save_arrays
 from gradveil.protection.flower.messages import numpy_arrays
 from gradveil.storage.files import write_tensors
+from gradveil.storage.updates import MAX_EXAMPLES, MAX_FACT
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -44,7 +47,8 @@ def capture(
     --before before.safetensors` needs nothing else.
 
     A broken reply never stops a round: where its arrays cannot be read, do not fit the model or are not finite, or its weight
-    is no positive number, it is logged, and the strategy does not get it.
+    is no positive number, or its records have other names than those of most clients, it is logged, and the strategy does not
+    get it.
     """
     from flwr.serverapp.exception import InconsistentMessageReplies
 
@@ -57,16 +61,39 @@ def capture(
         return messages
 
     def aggregate_train(server_round: int, replies: Iterable[Message]) -> Any:
-        usable = [reply for reply in list(replies) if writer.received(server_round, reply)]
+        usable = _of_one_form([reply for reply in list(replies) if writer.received(server_round, reply)])
         try:
             return aggregate(server_round, usable)
-        except InconsistentMessageReplies as error:  # a client whose metrics have other names than those of the others
+        except InconsistentMessageReplies as error:  # no form has most of the replies
             _warn("round %s: the model stays as it is: %s", server_round, one_line(error))
             return None, None
 
     # On the object itself, so that a strategy with a `start` of its own, or wrapped by another, is captured too.
     vars(strategy).update(configure_train=configure_train, aggregate_train=aggregate_train)
     return strategy
+
+
+def _of_one_form(replies: list[Message]) -> list[Message]:
+    """The replies without those that differ in their names from most: a strategy refuses a round where names differ."""
+    forms = [None if reply.has_error() else _form(reply) for reply in replies]
+    (common, most), *others = Counter(form for form in forms if form is not None).most_common(2) or [("", 0)]
+    if not others or others[0][1] == most:
+        return replies
+    for reply, form in zip(replies, forms, strict=True):
+        if form not in (None, common):
+            _warn("the reply of node %s is left out: its records differ from the others'", reply.metadata.src_node_id)
+    return [reply for reply, form in zip(replies, forms, strict=True) if form in (None, common)]
+
+
+def _form(reply: Message) -> str:
+    """The names of all arrays and metrics, and the lengths of lists."""
+    arrays = {(key, name) for key, record in reply.content.array_records.items() for name in record}
+    metrics = {
+        (key, name, len(value) if isinstance(value, list) else 0)
+        for key, record in reply.content.metric_records.items()
+        for name, value in record.items()
+    }
+    return repr((sorted(arrays), sorted(metrics)))
 
 
 @dataclass
@@ -116,7 +143,9 @@ class _Writer:
 
     def _write(self, round: int, node: int, after: Arrays, examples: int, reply: Message) -> None:
         reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
-        facts = {**self.lr, **self.facts, "round": round, "reported": reported}
+        size = len(json.dumps(reported))  # a client must not make the record of its update unreadable
+        told = reported if size <= MAX_FACT else f"metrics of {size:,} bytes, left out"
+        facts = {**self.lr, **self.facts, "round": round, "reported": told}
         path = self._place(round) / f"client-{node}.safetensors"
         received = {name: a for name, a in after.items() if name in self.before}
         written = save_arrays(path, self.before, received, examples=examples, untouched=self.untouched, **facts)
@@ -137,7 +166,7 @@ class _Writer:
         for value in values:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UserError(f"its metric '{name}' is no positive number.")
-        return max(1, int(float(str(values[0])))) if values else 1
+        return max(1, int(min(float(str(values[0])), MAX_EXAMPLES))) if values else 1
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
