@@ -32,7 +32,8 @@ def test_what_explains_more_of_the_update_is_more_likely() -> None:
     sent = {"small": torch.tensor([[1.0, 2.0]]), "large": torch.arange(1.0, 101.0)[None]}
     all_but_small = _log_share({**sent, "small": torch.zeros(1, 2)}, sent)
     all_but_large = _log_share({**sent, "large": torch.zeros(1, 100)}, sent)
-    nothing = _log_share({n: 5 * t for n, t in sent.items()}, sent)
+    nothing = _log_share({n: -t for n, t in sent.items()}, sent)
+    assert torch.equal(_log_share({n: 4 * t for n, t in sent.items()}, sent), _log_share(sent, sent))  # whatever the size
     assert float(all_but_small) < float(all_but_large) < float(nothing) == 0
     assert torch.isclose(all_but_large, torch.log(torch.tensor([1e-8])))  # two entries, half of each
 
