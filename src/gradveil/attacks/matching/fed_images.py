@@ -54,10 +54,11 @@ class Fed:
 
 
 def fed_cost(work: Workload) -> Cost:
-    """What `one_image` takes where no closed form gives the images."""
+    """What `one_image` takes where no closed form gives the images; every second one is counted as needing `swift` too."""
+    portfolio = Swift().cost(work)
     if work.batch_size > 1 or work.training.kind != "gradient":
-        return Swift().cost(work)
-    return Cost(LBFGS().expected_evaluations(sum(steps for _, steps in (*LADDER, POLISH))))
+        return portfolio
+    return Cost(LBFGS().expected_evaluations(sum(steps for _, steps in (*LADDER, POLISH))) + portfolio.iterations // 2)
 
 
 def recover(target: Target) -> Fed:
