@@ -70,6 +70,18 @@ def test_a_resumed_run_equals_an_undisturbed_one(
     assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "history.json", "state.safetensors"]
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_kill_between_the_state_and_the_curves_loses_nothing(
+    plain: nn.Module, data: DataSet, tmp_path: Path, lost: bool
+) -> None:
+    train(plain, data, "none", FederationPlan(rounds=2, **SMALL), folder=tmp_path)
+    curves = tmp_path / "history.json"
+    expected = curves.read_bytes()
+    curves.unlink() if lost else curves.write_text("{}")
+    train(plain, data, "none", FederationPlan(rounds=2, **SMALL), folder=tmp_path)
+    assert curves.read_bytes() == expected
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

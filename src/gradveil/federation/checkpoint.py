@@ -56,6 +56,7 @@ class Checkpoint:
         except (UserError, KeyError, TypeError, ValueError):
             raise UserError(f"{path} is not the state of a training run; choose another folder.") from None
         self._compare(configuration)
+        self._write_history(record)  # a kill may have come between the two files
         return history, {n.removeprefix(_VELOCITY): t for n, t in tensors.items() if n not in state}
 
     def save(self, history: History, server: Server) -> None:
@@ -63,6 +64,9 @@ class Checkpoint:
         record = history.to_json()
         metadata = {"configuration": json.dumps(self.configuration), "history": json.dumps(record, allow_nan=False)}
         write_tensors(self.folder / STATE, tensors, metadata)
+        self._write_history(record)
+
+    def _write_history(self, record: Mapping[str, object]) -> None:
         write_json(self.folder / HISTORY, {"configuration": self.configuration, **record})
 
     def _compare(self, stored: Mapping[str, object]) -> None:
