@@ -186,6 +186,15 @@ def test_without_pictures_no_image_is_written_at_all_and_the_numbers_are_the_sam
     assert comparable(tmp_path / "none")["defenses"] == comparable(tmp_path / "shown")["defenses"]
 
 
+def test_a_folder_that_holds_images_is_not_used_where_none_are_to_be_stored(digits, tmp_path):
+    values = {"attacks": "ig:steps=3", "victims": 2}
+    audit(digits, tmp_path / "run", **values)
+    with pytest.raises(UserError, match="holds images that were stored without --pictures none"):
+        audit(digits, tmp_path / "run", pictures="none", **values)
+    audit(digits, tmp_path / "none", pictures="none", **values)
+    audit(digits, tmp_path / "none", pictures="none", **values)  # resumes
+
+
 def test_files_with_private_images_are_their_owners_alone(digits, tmp_path):
     (tmp_path / "run").mkdir(mode=0o755)
     audit(digits, tmp_path / "run", attacks="ig:steps=3")

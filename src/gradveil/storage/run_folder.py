@@ -179,6 +179,8 @@ class RunFolder:
         if environment.case != run.environment.case:
             changed = "the data, the model or gradveil has changed since"
             raise UserError(f"{self.path} holds an audit of the same name, but {changed}; choose another --out.")
+        if run.settings.get("pictures") == "none" != terms.get("pictures"):
+            raise UserError(f"{self.path} holds images that were stored without --pictures none; choose another --out.")
 
     def _is_ours(self) -> bool:
         """Whether the folder holds a run. False where there is none, or an empty folder of the user that can become one."""
