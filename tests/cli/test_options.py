@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,3 +209,11 @@ def test_a_command_keeps_its_docstring_and_takes_few_parameters() -> None:
     assert with_options(command).__doc__ == command.__doc__
     assert len(inspect.signature(command).parameters) == 6
     assert {"victims", "utility_rounds", "out", "fail_if", "quiet"} <= set(inspect.signature(with_options(command)).parameters)
+
+
+def test_an_encoding_without_our_characters_will_do() -> None:
+    command = [sys.executable, "-m", "gradveil", "list", "defenses"]
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}  # as where Windows writes to a file
+    done = subprocess.run(command, check=False, capture_output=True, env=environment, timeout=60)
+    assert done.returncode == 0 and not done.stderr
+    assert b"gaussian" in done.stdout and b"?" in done.stdout

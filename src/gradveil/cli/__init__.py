@@ -6,6 +6,7 @@ A file is imported when its command is called, so that `gradveil --help` needs n
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -108,6 +109,9 @@ class _Interrupts:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C."""
     ours = arguments is None and threading.current_thread() is threading.main_thread()
+    for stream in (sys.stdout, sys.stderr):
+        if ours and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal or file whose encoding lacks a character of ours
     if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _Interrupts())
     try:
