@@ -1,7 +1,7 @@
-"""What a review of 0.1.0 broke, as commands: each case says what happens now.
+"""What was wrong in 0.1.0, as commands: each case says what happens now.
 
-    python benchmarks/faults/reproducers.py                         # this version, and the section in reliability.md
-    python benchmarks/faults/reproducers.py --source OLD/src        # another checkout, nothing is recorded
+    python benchmarks/faults/old_faults.py                         # this version, and the section in reliability.md
+    python benchmarks/faults/old_faults.py --source OLD/src        # another checkout, nothing is recorded
 
 A case runs the command line, or a few lines of Python, as a user would, in a folder of its own, with limits on time and
 address space. It returns what went wrong, or nothing.
@@ -114,7 +114,7 @@ def small_audit(folder: Path, out: str = "run") -> list[str]:
 # -- protection --------------------------------------------------------------------------------------------------------
 
 
-@case("S1: two processes draw different noise")
+@case("two processes draw different noise")
 def noise_differs(folder: Path) -> str | None:
     text = TRAIN + 'gv.protect(net, "gaussian:std=1.0", data=(x, y)).backward(x, y); print(net[1].weight.grad.sum().item())'
     first, second = (python(folder, text) for _ in range(2))
@@ -123,7 +123,7 @@ def noise_differs(folder: Path) -> str | None:
     return "the same noise" if first.stdout == second.stdout else None
 
 
-@case("S1: two protected copies differ")
+@case("two protected copies differ")
 def copies_differ(folder: Path) -> str | None:
     for label in "ab":
         (folder / "src" / label).mkdir(parents=True)
@@ -138,7 +138,7 @@ def copies_differ(folder: Path) -> str | None:
     return "the same pictures twice" if one == two else None
 
 
-@case("S3: a defense that returns nothing sends nothing (guard)")
+@case("a defense that returns nothing sends nothing (guard)")
 def guard_is_closed(folder: Path) -> str | None:
     text = MESSAGES + (
         "from gradveil.defenses import Defense\n"
@@ -154,7 +154,7 @@ def guard_is_closed(folder: Path) -> str | None:
     return None if "refused" in done.stdout else (done.stdout + done.stderr)[-100:]
 
 
-@case("S3: values that are not finite do not leave (mod)")
+@case("values that are not finite do not leave (mod)")
 def mod_is_closed(folder: Path) -> str | None:
     text = MESSAGES + (
         "def trained(m, c):\n"
@@ -167,7 +167,7 @@ def mod_is_closed(folder: Path) -> str | None:
     return None if "refused" in done.stdout else (done.stdout + done.stderr)[-100:]
 
 
-@case("S4: the same message with another model brings other noise")
+@case("the same message with another model brings other noise")
 def noise_follows_the_model(folder: Path) -> str | None:
     text = MESSAGES + (
         "sent = []\n"
@@ -185,7 +185,7 @@ def noise_follows_the_model(folder: Path) -> str | None:
 # -- files of the user, and files from strangers -----------------------------------------------------------------------
 
 
-@case("S2: files of a user in --out stay")
+@case("files of a user in --out stay")
 def dot_files_stay(folder: Path) -> str | None:
     words = small_audit(folder, "mine")
     files = {".env.local": "secret", ".pre-commit-config.yaml": "repos: []", ".git/.keep": ""}
@@ -202,7 +202,7 @@ def member(shape: tuple[int, ...], descr: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head.encode()
 
 
-@case("S6: npz whose class_names claim 10^11 entries of no bytes")
+@case("npz whose class_names claim 10^11 entries of no bytes")
 def endless_names(folder: Path) -> str | None:
     small_audit(folder)
     with zipfile.ZipFile(folder / "data.npz", "a") as archive:
@@ -210,7 +210,7 @@ def endless_names(folder: Path) -> str | None:
     return refused(gradveil(folder, "audit", "--data", "data.npz", "--plan"))
 
 
-@case("S6: a named pipe in the place of an archive, and of a picture")
+@case("a named pipe in the place of an archive, and of a picture")
 def pipes(folder: Path) -> str | None:
     os.mkfifo(folder / "x.npz")
     (folder / "pictures" / "a").mkdir(parents=True)
@@ -220,7 +220,7 @@ def pipes(folder: Path) -> str | None:
     )
 
 
-@case("S6: EPS named .png starts no other program")
+@case("EPS named .png starts no other program")
 def no_other_program(folder: Path) -> str | None:
     (folder / "bin").mkdir()
     spy = folder / "bin" / "gs"
@@ -234,7 +234,7 @@ def no_other_program(folder: Path) -> str | None:
     return "it ran gs" if (folder / "started").exists() else refused(done)
 
 
-@case("S6: metadata of an update: numbers that cannot be")
+@case("metadata of an update: numbers that cannot be")
 def metadata(folder: Path) -> str | None:
     weights = {"1.weight": np.ones((3, 36), np.float32), "1.bias": np.ones(3, np.float32)}
     (folder / "net.py").write_text(NET)
@@ -253,12 +253,12 @@ def metadata(folder: Path) -> str | None:
     return "; ".join(faults) or None
 
 
-@case("S6: --out of 300 characters")
+@case("--out of 300 characters")
 def long_name(folder: Path) -> str | None:
     return refused(gradveil(folder, *small_audit(folder), "--out", "x" * 300))
 
 
-@case("S6: damaged files of a run folder")
+@case("damaged files of a run folder")
 def damaged_run(folder: Path) -> str | None:
     words = small_audit(folder)
     if gradveil(folder, *words).returncode:
@@ -276,7 +276,7 @@ def damaged_run(folder: Path) -> str | None:
     return "; ".join(faults) or None
 
 
-@case("S6: a YAML alias bomb in a stranger's run folder")
+@case("a YAML alias bomb in a stranger's run folder")
 def alias_bomb(folder: Path) -> str | None:
     words = small_audit(folder)
     gradveil(folder, *words)
@@ -286,7 +286,7 @@ def alias_bomb(folder: Path) -> str | None:
     return None if done.returncode in (0, 2) and "Traceback" not in done.stderr else done.stderr[-100:]
 
 
-@case("S6: two quick Ctrl-C")
+@case("two quick Ctrl-C")
 def two_interrupts(folder: Path) -> str | None:
     words = small_audit(folder)
     words[words.index("linear")] = "ig:steps=100000"
@@ -304,7 +304,7 @@ def two_interrupts(folder: Path) -> str | None:
 # -- what is stored, and what a page holds -----------------------------------------------------------------------------
 
 
-@case("S8: the page is for its owner alone, and does not hold the private images")
+@case("the page is for its owner alone, and does not hold the private images")
 def page(folder: Path) -> str | None:
     words = small_audit(folder)
     gradveil(folder, *words)
@@ -319,7 +319,7 @@ def page(folder: Path) -> str | None:
     return "the clear pictures are in the blurred page" if any(part in text for part in shown) else None
 
 
-@case("S8: SIGTERM leaves no tensors behind")
+@case("SIGTERM leaves no tensors behind")
 def terminated(folder: Path) -> str | None:
     (folder / "tmp").mkdir()
     text = TRAIN + (
@@ -341,7 +341,7 @@ def terminated(folder: Path) -> str | None:
     return f"{len(left)} files of tensors" if left else None
 
 
-@case("T10: swapped cells are noticed")
+@case("swapped cells are noticed")
 def swapped_cells(folder: Path) -> str | None:
     words = small_audit(folder)
     gradveil(folder, *words)
@@ -374,7 +374,7 @@ def main() -> int:
         print(f"{name}: {outcomes[name] or 'holds'}", flush=True)
     if not options.source and not options.only:
         rows = ["| case | now |", "|---|---|", *(f"| {name} | {fault or 'holds'} |" for name, fault in outcomes.items())]
-        record("What a review broke", "reproducers.py", rows)
+        record("Faults of 0.1.0", "old_faults.py", rows)
     return 1 if any(outcomes.values()) else 0
 
 
