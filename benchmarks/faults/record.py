@@ -11,17 +11,7 @@ HEAD = """# What it survives
 
 Faults injected on purpose, and what became of them. Every section is written by a script in `benchmarks/faults/`.
 """
-ORDER = (
-    "Kills",
-    "Bad input",
-    "Defenses that misbehave",
-    "Faults of 0.1.0",
-    "Defenses that misbehave",
-    "Memory, disk and workers",
-    "Many machines",
-    "Load",
-    "Installation",
-)
+ORDER = ("Kills", "Bad input", "Defenses that misbehave", "Faults of 0.1.0", "Many machines", "Load", "Installation")
 
 
 def record(title: str, script: str, lines: list[str]) -> None:
