@@ -12,6 +12,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 from torch import nn
 
+import gradveil
 import gradveil as gv
 from gradveil import cli
 from gradveil.auditing.spec import read_spec
@@ -182,3 +183,9 @@ def test_without_second_derivatives_the_attack_fails_in_one_line(shapes):
 class Apply(nn.Module):
     def forward(self, x):
         return OnceOnly.apply(x)
+
+
+def test_no_tensor_file_is_written_under_a_name_that_is_not_ours() -> None:
+    """Given a path, safetensors makes a temporary file of its own, which would stay after a kill."""
+    for file in Path(gradveil.__file__).parent.rglob("*.py"):
+        assert not re.search(r"\b(save_file|serialize_file)\b", file.read_text(encoding="utf-8")), file

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from gradveil.core.errors import UserError
@@ -187,4 +187,5 @@ def _sha256(content: bytes) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    write_atomic(path, lambda p: save_file(plain, str(p), metadata=metadata))
+    # As bytes: given a path, safetensors writes to a temporary file of its own, which a kill would leave behind.
+    write_bytes(path, save(plain, metadata=metadata))
