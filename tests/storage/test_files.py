@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import re
 import stat
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
