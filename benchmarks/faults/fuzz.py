@@ -173,7 +173,8 @@ def main() -> int:
             rows.append(f"| {reader} | {' | '.join(map(str, numbers))} |")
         total = sum(c.total() for c in counts.values())
         about = (
-            f"{total} inputs, {options.inputs} per reader of files or messages, seed {options.seed}, numbered from {options.first} on; "
+            f"{total} inputs, {options.inputs} per reader of files or messages, seed {options.seed}, "
+            f"numbered from {options.first} on; "
             f"a hang is more than {SECONDS} s of processor time, and the address space was limited to {MEMORY // 2**30} GiB "
             f"more than the process had at the start. {time.perf_counter() - began:.0f} s in all."
         )
