@@ -97,22 +97,23 @@ class _Strategy:
 
 
 def capture(rng: Random, folder: Path) -> Job:
-    """Replies of broken or hostile clients beside an intact one: the round goes on with at least that one."""
+    """Replies of broken or hostile clients beside more intact ones: the round goes on with at least those."""
     facts: dict[str, Any] = {"input_shape": SHAPE, "num_classes": CLASSES}
     if rng.random() < 0.1:
         facts[rng.choice(("num_classes", "mean", "local_steps"))] = value(rng)
     strategy = flower.capture(_Strategy(), folder / "seen", **facts)  # type: ignore[type-var]
     state = ArrayRecord(victim().state_dict())
     asked = _message(RecordDict({"arrays": state}))
-    good = Message(RecordDict({"arrays": state, "metrics": MetricRecord({"num-examples": 12})}), reply_to=asked)
-    replies = [good, *(Message(_content(rng), reply_to=asked) for _ in range(3))]
+    intact = RecordDict({"arrays": state, "metrics": MetricRecord({"num-examples": 12})})
+    good = [Message(intact, reply_to=asked) for _ in range(4)]  # the majority, which decides about names
+    replies = [*good, *(Message(_content(rng), reply_to=asked) for _ in range(3))]
     settings = _content(rng).config_records["config"]
 
     def job() -> object:
         strategy.configure_train(1, state, settings, None)
         kept = strategy.aggregate_train(1, replies)
-        if good not in kept or not all(reply in replies for reply in kept):
-            raise AssertionError("the strategy did not get the intact reply, or got one that nobody sent")
+        if not all(reply in kept for reply in good) or not all(reply in replies for reply in kept):
+            raise AssertionError("the strategy did not get the intact replies, or got one that nobody sent")
         return kept
 
     return job

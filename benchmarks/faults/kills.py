@@ -324,7 +324,7 @@ def main() -> int:
     about = f"{total} SIGKILLs at random times, seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes. Equal: "
     about += "every number of every cell, tensor, network, policy or picture, and no file left over. Canaries: "
     about += (
-        f"{len(CANARIES)} files of a user, with names like ours, in each of the folder of the job, the data and the folder "
+        f"{len(CANARIES)} files of a user, with names like ours, in the folder of the job, beside the data and in the folder "
     )
     about += "for temporary files, compared byte by byte after every run."
     if options.only is None:

@@ -28,7 +28,7 @@ from gradveil.summary import Summary
 def audit(digits: str, folder: Path, workers: int = 0, **values):
     given = {"data": digits, "defenses": "gaussian:std=3.0", "attacks": "ig:steps=60", "victims": 3, **values}
     case = Case(make_spec(given))
-    return Report.written(*run_audit(case, Execution(out=folder, workers=workers)), case.spec.pictures).summary
+    return Report.written(*run_audit(case, Execution(out=folder, workers=workers)), case.spec.picture_mode).summary
 
 
 def cells(folder: Path, kind: str) -> list[dict]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.randomness import generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch
 from gradveil.defenses import Step, parse
@@ -45,7 +46,7 @@ class Tokens(nn.Module):
 
 
 def step_for(module: nn.Module, n: int) -> Step:
-    rng = torch.Generator().manual_seed(n)
+    rng = generator(n, "step")
     f = ModelFunction(module)
     batch = Batch(torch.rand(n, *SHAPE, generator=rng), torch.randint(4, (n,), generator=rng))
     step = Step(Task(f, SHAPE, 4, torch.tensor([0.3]), torch.tensor([0.5])), f.state(), batch, rng)

@@ -316,3 +316,12 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_one_line(tmp_path: Path) -> 
 def test_bytes_that_are_no_truth_values_become_true(tmp_path: Path) -> None:
     file = written(tmp_path / "x", {"x": entry([3], 0, 3, "BOOL")}, b"\0\1\7")
     assert read_tensors(file)["x"].tolist() == [False, True, True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="this system has no /proc/self/mem")
+def test_a_file_that_fails_when_it_is_read_is_one_line() -> None:
+    with (
+        pytest.raises(UserError, match="/proc/self/mem: input/output error"),
+        open_regular(Path("/proc/self/mem"), 100) as file,
+    ):
+        file.read(8)

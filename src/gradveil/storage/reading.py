@@ -55,6 +55,8 @@ def open_regular(path: Path, limit: int) -> Iterator[BufferedReader]:
         file = os.fdopen(handle, "rb", closefd=False)
         with file:
             yield file
+    except OSError as error:  # files that the system makes up can fail when they are read
+        raise unreadable(path, error) from None
     finally:
         os.close(handle)
 

@@ -60,7 +60,7 @@ def test_the_originals_are_identified_and_not_from_other_images(obscured: Obscur
     blind = attack.original(torch.rand(hidden.shape, generator=generator(0, "blind")), memory, kinds)
 
     def nearness(images: torch.Tensor) -> torch.Tensor:
-        return identify(private.x, private.y, images, pool).correlation
+        return identify(private.x, private.y, images, pool).likeness
 
     assert nearness(found).mean() > nearness(blind).mean() + 0.05
 
