@@ -69,7 +69,7 @@ def start(temporary: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+            preexec_fn=_default_signals,  # noqa: PLW1509
         )
         started.append(process)
         return process
@@ -78,6 +78,12 @@ def start(temporary: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def _default_signals() -> None:
+    """A shell may have set them to be ignored (in the background, under nohup), which a child would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:

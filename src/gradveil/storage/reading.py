@@ -56,6 +56,8 @@ def open_regular(path: Path, limit: int) -> Iterator[BufferedReader]:
         with file:
             yield file
     except OSError as error:  # files that the system makes up can fail when they are read
+        if error.errno is None:  # of a format, not of the system
+            raise
         raise unreadable(path, error) from None
     finally:
         os.close(handle)
