@@ -6,31 +6,18 @@ import json
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hostile import refused
 from safetensors.torch import save_file
 
 from gradveil.core.errors import UserError
 from gradveil.storage import reading
 from gradveil.storage.reading import open_regular, parse_json, parse_yaml, read_bytes, read_json, read_text, read_yaml
 from gradveil.storage.tensor_file import DTYPES, open_tensors, read_tensors
-
-
-@contextmanager
-def refused(words: str, seconds: float = 5.0) -> Iterator[None]:
-    """One line that holds the words, and soon."""
-    began = time.process_time()
-    with pytest.raises(UserError) as error:
-        yield
-    text = str(error.value)
-    assert words in text and "\n" not in text and len(text) < 1000
-    assert time.process_time() - began < seconds
-
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
