@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from gradveil import data as data_sets
 from gradveil import models
+from gradveil.attacks.suite import accepted_counters
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.types import LocalTraining
@@ -71,7 +72,7 @@ def card(name: str, summaries: list[Summary], out: Path) -> None:
     if picture:
         lines += ["## What the network is fed", "", f"![originals above, what {name} feeds below]({name}.png)", ""]
     lines += ["## What breaks it", ""]
-    counters = ", ".join(f"`{c}`" for c in cls.counters)
+    counters = ", ".join(f"`{c}`" for c in accepted_counters(cls))
     lines += [f"Counters: {counters}." if counters else "No counter is known: unrefuted, which is not the same as harmless."]
     lines += ["", "## Measured here", "", *(line for one in summaries for line in measured(name, one))]
     if name in PUBLISHED:

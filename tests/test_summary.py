@@ -72,11 +72,11 @@ def test_fields_of_the_design_stand_under_their_names(summary: Summary) -> None:
     case = "data model victims batch_size local_steps trained_rounds knowledge seed"
     assert set(case.split()) <= stored["case"].keys()
     row = stored["defenses"][1]
-    assert {"spec", "stage", "counter", "utility", "gradient", "attacks", "worst", "test", "verdict"} <= row.keys()
+    assert {"spec", "stage", "counter", "claimed", "utility", "gradient", "attacks", "worst", "test", "verdict"} <= row.keys()
     named = "statistic null_mean p level draws strangers untested control_rate detectable"
     assert set(named.split()) <= row["test"].keys()
     figures = "psnr ssim mse lpips asr identified"
-    named = f"spec status adaptive knowledge against updates scored {figures} label_accuracy seconds iterations"
+    named = f"spec status adaptive claimed knowledge against updates scored {figures} label_accuracy seconds iterations"
     assert set(named.split()) <= row["attacks"][0].keys()
     assert set(f"{figures} by_victim".split()) <= row["worst"].keys()
     assert list(row["attacks"][0]["psnr"]) == ["mean", "std", "min", "max"]

@@ -45,6 +45,7 @@ NoticeCode = Literal[
     "only-rescaled",
     "zero-updates",
     "broken-updates",
+    "claimed-counter",
     "unknown-counter",
 ]
 
@@ -112,7 +113,8 @@ class AttackRow(ScoreRow):
 
     spec: StorableText
     status: Status
-    adaptive: bool  # it is built against this defense
+    adaptive: bool  # it is built against this defense or a part of it, and accepted as such
+    claimed: bool = False  # an author calls it a counter of this defense
     knowledge: str
     updates: int  # of each batch, as the server saw them
     seconds: float | None
@@ -160,7 +162,8 @@ class DefenseRow(Record):
 
     spec: StorableText
     stage: tuple[StorableText, ...]
-    counter: tuple[StorableText, ...]  # attacks that are built to break it
+    counter: tuple[StorableText, ...]  # attacks that are built to break it or a part of it
+    claimed: tuple[StorableText, ...] = ()  # attacks that only an author calls so
     scope: StorableText
     verdict: Verdict
     test: LeakTest | None  # None: no attack ran

@@ -25,6 +25,7 @@ from gradveil.attacks.budget import Workload
 from gradveil.attacks.counters.dcs2 import joint
 from gradveil.attacks.matching import fed_images, swift
 from gradveil.attacks.registry import registry
+from gradveil.attacks.suite import accepted_counters
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation, Reconstruction
 from gradveil.core.types import LocalTraining
@@ -60,7 +61,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 def grounds(name: str) -> dict[str, dict[str, Any]]:
     found = dict(PLAIN)
     for cls in defenses:
-        if name in cls.counters:
+        if cls in registry[name].against:
             fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
             defense = cls(**{k: v for k, v in FEW.items() if k in fields}).spec
             found[f"counters {cls.name}"] = {"defense": defense}
@@ -116,7 +117,7 @@ def test_it_gives_pictures_or_says_why_not(
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("name", [n for n in EVERY if any(n in cls.counters for cls in defenses)])
+@pytest.mark.parametrize("name", [cls.name for cls in registry if cls.against])
 def test_a_counter_stays_finite_with_what_it_really_knows(
     name: str, observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,12 +169,10 @@ def test_its_docstring_explains_every_setting_and_has_an_example_that_runs(name:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_counter_is_an_adaptive_attack_and_the_other_way_round(name: str) -> None:
-    named = {counter for cls in defenses for counter in cls.counters}
-    if name in named:
-        assert registry[name].adaptive or not registry[name].__module__.startswith("gradveil.attacks.counters")
-    if registry[name].adaptive:
-        assert name in named, "no defense names it as its counter"
+def test_an_attack_among_the_counters_says_which_defenses_it_is_built_against_and_the_other_way_round(name: str) -> None:
+    against = registry[name].against
+    assert bool(against) == registry[name].__module__.startswith("gradveil.attacks.counters.")
+    assert all(defenses[cls.name] is cls and name in accepted_counters(cls) for cls in against)
 
 
 def test_what_an_attack_needs_must_be_granted(observe_victims: Callable, shapes: DataSet) -> None:

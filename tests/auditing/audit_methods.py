@@ -12,6 +12,7 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.core.observation import Observation
 from gradveil.core.types import Tensors
 from gradveil.defenses.base import Defense, Step
+from gradveil.defenses.update.clip import Clip
 
 
 class Broken(Defense):
@@ -107,3 +108,65 @@ class Insatiable(Hungry):
 
     def least(self, rows: int) -> int:
         return 2
+
+
+class OtherTensors(Defense):
+    """A defense that sends the image, and tensors of many kinds, beside the parameters."""
+
+    counters = ("linear", "audit_methods:ReadsOthers", "audit_methods:Nothing")
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        hidden = torch.complex(step.batch.x, step.batch.x)
+        odd = {"image": step.batch.x, "a/b": hidden, "": torch.tensor(3), "none": torch.zeros(0), "half": hidden.real.half()}
+        return odd | {name: t + step.rng.normal(t.shape) for name, t in tensors.items()}
+
+
+class DoubleComplex(Defense):
+    """A defense whose update cannot be stored."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {**tensors, "more": torch.zeros(2, dtype=torch.complex128)}
+
+
+class Incomplete(Defense):
+    """A defense that leaves a parameter out."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return dict(list(tensors.items())[1:])
+
+
+class OtherClip(Clip):
+    """A subclass of a defense of the project that does something else."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return tensors
+
+
+class OtherParts(Defense):
+    """A defense that says that it is clipping."""
+
+    counters = ("swift",)
+
+    @property
+    def parts(self) -> tuple[Defense, ...]:
+        return (Clip(),)
+
+    @property
+    def stages(self) -> list[str]:
+        return []
+
+    @property
+    def spec(self) -> str:
+        return "audit_methods:OtherParts"
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return tensors
+
+
+class ReadsOthers(Attack):
+    """An attack that takes the image out of a tensor that is no parameter."""
+
+    def run(self, target: Target) -> Answer:
+        images = [target.normalize(o.update.others["image"]) for o in target.observations]
+        assert all(o.update.others["a/b"].is_complex() and "image" not in o.update.tensors for o in target.observations)
+        return Answer(torch.stack(images), torch.zeros(target.shape[0]))

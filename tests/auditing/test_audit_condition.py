@@ -106,7 +106,7 @@ def test_every_number_and_text_of_a_defense_can_be_asked_for():
         assert Condition(f"{field} > 0").fields == {field}
     for field in ("spec", "verdict"):
         assert Condition(f"{field} == ''").fields == {field}
-    for field in ("stage", "counter"):
+    for field in ("stage", "counter", "claimed"):
         assert Condition(f"'' in {field}").fields == {field}
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from gradveil.attacks import Answer, Attack, Target
 from gradveil.auditing import verdict as verdicts
 from gradveil.auditing.case import Case
 from gradveil.auditing.plan import expected_power, make_plan
@@ -16,6 +17,7 @@ from gradveil.auditing.spec import make_spec
 from gradveil.auditing.verdict import judge
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, Rate, ScoreRow
+from gradveil.defenses.update.clip import Clip
 from gradveil.storage.run_folder import Outcome, StoredCell
 from gradveil.summary import DefenseRow, Notice, NoticeCode, Summary, Verdict
 
@@ -144,11 +146,56 @@ def test_false_alarms_are_as_rare_as_the_level_says(case, monkeypatch):
 # -- precedence --------------------------------------------------------------------------------------------------------
 
 
-def test_a_counter_that_ran_and_failed_makes_it_no_leak_shown(case, monkeypatch):
-    monkeypatch.setattr(type(case.defenses["gaussian"]), "counters", ("ig",))
+def test_a_counter_that_ran_and_showed_no_leak_makes_it_no_leak_shown(digits):
+    case = make(digits, attacks=["ig", "noise-likelihood"])
     held = row_of(case, "gaussian", none={"ig": everything(case)})
-    assert held.verdict == "no leak shown"
-    assert [a.adaptive for a in held.attacks] == [True, True]
+    assert held.verdict == "no leak shown" and held.counter == ("noise-likelihood",) and held.claimed == ()
+    assert [(a.spec, a.adaptive, a.claimed) for a in held.attacks] == [("ig", False, False), ("noise-likelihood", True, False)]
+    assert row_of(case, "clip", none={"ig": everything(case)}).verdict == "unrefuted"  # it is no counter of clipping
+    refused = {"none": {"ig": everything(case)}, "gaussian": {"noise-likelihood": REFUSED}}
+    assert row_of(case, "gaussian", **refused).verdict == "unrefuted"
+
+
+@pytest.mark.parametrize("name", ["OtherTensors", "OtherClip", "OtherParts", "OtherClip+clip", "clip+audit_methods:OtherClip"])
+def test_what_an_author_calls_a_counter_never_suffices(digits, name):
+    spec = name if name.startswith("clip") else f"audit_methods:{name}"
+    case = make(digits, defenses=[spec], attacks=["linear", "swift", "clip-aware", "audit_methods:ReadsOthers"])
+    row = row_of(case, spec, none={"linear": everything(case)})
+    assert row.verdict == "unrefuted"
+    assert row.counter == (("clip-aware",) if "+" in name else ())
+    claimed = {"OtherTensors": {"linear", "audit_methods:ReadsOthers"}, "OtherParts": {"swift"}}.get(name, set())
+    assert set(row.claimed) == {a.spec for a in row.attacks if a.claimed} == claimed
+    assert ("claimed-counter" in codes(row.warnings)) == bool(claimed)
+    assert [a.spec for a in row.attacks if a.adaptive] == list(row.counter)
+    (unknown,) = [w.text for w in row.warnings if w.code == "unknown-counter"] or [""]
+    assert ("audit_methods:Nothing" in unknown) == (name == "OtherTensors")
+
+
+def test_an_attack_with_the_name_of_a_counter_is_none(digits):
+    class Namesake(Attack):
+        """Has nothing to do with clipping."""
+
+        name = "clip-aware"
+        against = (Clip,)
+
+        def run(self, target: Target) -> Answer:
+            raise AssertionError
+
+    for attack, verdict in ((Namesake(), "unrefuted"), ("clip-aware", "no leak shown")):
+        case = make(digits, defenses=["clip"], attacks=["ig", attack])
+        row = row_of(case, "clip", none={"ig": everything(case)})
+        assert row.verdict == verdict and row.counter == ("clip-aware",)
+        assert [a.adaptive for a in row.attacks] == [False, verdict == "no leak shown"]
+
+
+def test_every_part_needs_a_counter_that_ran(digits):
+    for attacks, verdict in (
+        (["clip-aware"], "unrefuted"),
+        (["noise-likelihood"], "unrefuted"),
+        (["clip-aware", "noise-likelihood:steps=9"], "no leak shown"),
+    ):
+        case = make(digits, defenses=["clip+gaussian+none"], attacks=["ig", *attacks])
+        assert row_of(case, "clip+gaussian+none", none={"ig": everything(case)}).verdict == verdict
 
 
 def test_where_nothing_ran_it_cannot_tell(case):
@@ -158,8 +205,8 @@ def test_where_nothing_ran_it_cannot_tell(case):
     assert plain.attacks[0].status == "not applicable" and plain.attacks[0].psnr is None
 
 
-def test_where_the_control_does_not_leak_it_cannot_tell_but_a_leak_is_a_leak(case, monkeypatch):
-    monkeypatch.setattr(type(case.defenses["gaussian"]), "counters", ("ig",))
+def test_where_the_control_does_not_leak_it_cannot_tell_but_a_leak_is_a_leak(digits):
+    case = make(digits, attacks=["ig", "noise-likelihood"])
     summary = summary_of(case, clip={"ig": everything(case)})
     assert [d.verdict for d in summary.defenses] == ["cannot tell", "cannot tell", "leaks"]
     assert codes(summary.warnings) == {"control-does-not-leak"}

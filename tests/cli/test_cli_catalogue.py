@@ -30,6 +30,8 @@ def test_every_method_has_a_card(gradveil, name):
 def test_a_card_names_settings_with_their_defaults_and_counters(gradveil):
     out = gradveil("show", "gaussian")[1]
     assert "std: float = 0.01" in out and "countered by: noise-likelihood" in out and "stage: update" in out
+    assert "countered by: no attack of this project" in gradveil("show", "quantize")[1]
+    assert "built against: gaussian, laplace, dpsgd, graddefense" in gradveil("show", "noise-likelihood")[1]
 
 
 @pytest.mark.parametrize("words", [("list", "attack"), ("show", "gausian"), ("lisst",), ("show",), ("--nothing",)])

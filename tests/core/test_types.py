@@ -214,7 +214,7 @@ def test_what_was_observed_is_a_copy(shapes: DataSet) -> None:
         assert torch.equal(observation.task.mean, shapes_mean)
     finally:
         shapes.mean.sub_(1)
-    copied = observation.update.copy()
+    copied = observation.update.received(observation.model.parameters(observation.state))
     copied.tensors["fc.bias"].zero_()
     assert torch.equal(observation.update.tensors["fc.bias"], before["fc.bias"])
 

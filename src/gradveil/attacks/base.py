@@ -28,6 +28,7 @@ from gradveil.core.randomness import TorchStream, generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Tensors, hard_labels
+from gradveil.defenses.base import Defense
 
 Targets = Literal["classes", "any", "unused"]
 
@@ -142,7 +143,7 @@ class Attack:
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1  # raised when the results change
     needs: ClassVar[frozenset[str]] = frozenset()  # of: labels, public, secrets
-    adaptive: ClassVar[bool] = False
+    against: ClassVar[tuple[type[Defense], ...]] = ()  # classes of defenses that it is built to break
     # What it does where targets are no class numbers: nothing; works with any the loss takes; does without them.
     targets: ClassVar[Targets] = "classes"
 

@@ -10,6 +10,7 @@ from typing_extensions import dataclass_transform
 from gradveil.attacks.base import Attack, Targets
 from gradveil.core.errors import UserError
 from gradveil.core.settings import Registry, settings
+from gradveil.defenses.base import Defense
 
 registry: Registry[Attack] = Registry("attack", package="gradveil.attacks")
 A = TypeVar("A", bound=Attack)
@@ -17,17 +18,22 @@ A = TypeVar("A", bound=Attack)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(pydantic.Field, dataclasses.field))
 def attack(
-    name: str, *, needs: set[str] | None = None, adaptive: bool = False, targets: Targets = "classes", version: int = 1
+    name: str,
+    *,
+    needs: set[str] | None = None,
+    against: tuple[type[Defense], ...] = (),
+    targets: Targets = "classes",
+    version: int = 1,
 ) -> Callable[[type[A]], type[A]]:
     """Make the class's fields the settings of an attack, and register it under `name`.
 
     Args:
         needs: the knowledge without which it cannot run: `labels`, `public`, `secrets` or `secret:NAME`.
-        adaptive: whether it knows the defense that it is built against.
+        against: the classes of defenses that it is built to break; see `gradveil.attacks.suite`.
         targets: what it does where targets are no class numbers, see `Attack.targets`.
         version: raised when the results change.
     """
-    facts = {"adaptive": adaptive, "targets": targets, "version": version}
+    facts = {"against": against, "targets": targets, "version": version}
     register = registry.register(name, needs=frozenset(needs or ()), **facts)
 
     def add(cls: type[A]) -> type[A]:

@@ -83,6 +83,9 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
         # A method that draws from torch's global stream must not depend on what ran before it in this process.
         with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
             outcome, tensors = _COMPUTE[cell.kind](Work(cell, case, folder, progress, limits))
+        if outcome.seconds is None:
+            outcome = outcome.model_copy(update={"seconds": time.perf_counter() - begun})
+        return folder.write(cell, outcome, tensors)
     except (DiskFull, Damaged):  # nothing can be stored, or a needed cell was damaged since the audit began
         raise
     except UserError as error:  # the method does not fit this case
@@ -92,9 +95,6 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
             raise OutOfMemory(str(error)) from None
         line = f"{type(error).__name__}: {one_line(error)}"
         return folder.write(cell, Outcome(status="failed", error=line[:300], traceback=traceback.format_exc()))
-    if outcome.seconds is None:
-        outcome = outcome.model_copy(update={"seconds": time.perf_counter() - begun})
-    return folder.write(cell, outcome, tensors)
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
         # Secrets of later updates get the number of the update behind their name.
         secrets = {n + (f"@{u}" if u else ""): t for u, d in enumerate(draws) for n, t in d.get("secret", {}).items()}
         trace = Trace(batch, Batch(draws[0]["fed"]["x"], draws[0]["fed"]["y"]), secrets)
-        sent = [Update({n: d["update"][n] for n in task.model.trainable}, training.kind, len(batch)) for d in draws]
+        sent = [Update(d.get("update", {}), training.kind, len(batch)) for d in draws]
         observation = observe(
             task,
             [Sighting(state, update) for update in sent],

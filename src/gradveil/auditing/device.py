@@ -47,7 +47,8 @@ def moved(observations: Sequence[Observation], device: torch.device) -> list[Obs
 
     def sighting(seen: Sighting) -> Sighting:
         state = states.setdefault(id(seen.state), there(seen.state))
-        return Sighting(state, replace(seen.update, tensors=there(seen.update.tensors)), seen.group)
+        update = replace(seen.update, tensors=there(seen.update.tensors), others=there(seen.update.others))
+        return Sighting(state, update, seen.group)
 
     def knowledge_there(k: Knowledge) -> Knowledge:
         public = None if k.public is None else Batch(k.public.x.to(device), k.public.y.to(device))

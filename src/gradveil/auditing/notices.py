@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gradveil import attacks as attack_methods
+from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
 from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
@@ -98,8 +98,11 @@ def defense_notices(
         texts["attacks-failed"] = f"failed: {', '.join(failed)}; that is no sign of protection"
     if partly := [cell.attack for cell in attacked if cell.status == "ok" and cell.error]:
         texts["images-failed"] = f"some images of {', '.join(partly)} did not stay finite and count as not rebuilt"
-    if unknown := [c for c in defense.counters if c not in attack_methods.registry]:
-        texts["unknown-counter"] = f"{', '.join(unknown)}, said to break it, is no attack of this version"
+    counters = Counters.of(defense)
+    if counters.claimed:
+        texts["claimed-counter"] = f"claimed to be built against it, which does not suffice: {', '.join(counters.claimed)}"
+    if counters.unknown:
+        texts["unknown-counter"] = f"said to break it, but no attack that can be read: {', '.join(counters.unknown)}"
     return _notices(texts)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gradveil import __version__
+from gradveil.attacks.suite import Counters, is_countered
 from gradveil.auditing.case import Case
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
@@ -176,7 +177,7 @@ def _test(case: Case, ran: Sequence[StoredCell], control: Control) -> LeakTest |
 
 
 def _verdict(
-    defense: Defense, test: LeakTest | None, control: Control, observed: StoredCell, attacked: Sequence[StoredCell]
+    case: Case, defense: Defense, test: LeakTest | None, control: Control, observed: StoredCell, attacked: Sequence[StoredCell]
 ) -> Verdict:
     """In order of precedence. The control leaks, or nothing can be told; what only rescales is the control."""
     if (test is not None and test.leaks) or (control.leaks and only_rescaled(observed)):
@@ -184,43 +185,46 @@ def _verdict(
     shown = control.leaks and control.excess >= LEAST_EXCESS and test is not None and test.power >= POWER
     if not shown or defense.spec == CONTROL or any(c.status == "failed" and c.attack in control.ran for c in attacked):
         return CANNOT_TELL
-    countered = any(c.status == "ok" and _is_counter(defense, c.attack) for c in attacked)
-    return NO_LEAK if countered else UNREFUTED
+    ran = {type(case.attack(c.attack)) for c in attacked if c.status == "ok"}
+    return NO_LEAK if is_countered(defense, ran) else UNREFUTED
 
 
 # -- one defense -----------------------------------------------------------------------------------------------------
 
 
 def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, clean: StoredCell | None) -> DefenseRow:
-    defense = case.defenses[text]
+    defense, counters = case.defenses[text], Counters.of(case.defenses[text])
     attacked = [cells[cell.key] for cell in plan.of("attack", text)]
     ran = [cell for cell in attacked if cell.status == "ok"]
     observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
     test = _test(case, ran, control)
-    verdict = _verdict(defense, test, control, observed, attacked)
+    verdict = _verdict(case, defense, test, control, observed, attacked)
     return DefenseRow(
         spec=text,
         stage=tuple(defense.stages),
-        counter=tuple(defense.counters),
+        counter=counters.accepted,
+        claimed=counters.claimed,
         scope=scope(case, [c.attack for c in plan.of("observe", text) if c.attack]),
         verdict=verdict,
         test=test,
         warnings=defense_notices(case, defense, observed, attacked, test, verdict),
         utility=_utility(_history(plan, cells, text), clean),
         gradient=observed.gradient,
-        attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, defense, cell, cells[cell.key])),
+        attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
     )
 
 
-def _rows(case: Case, defense: Defense, cell: Cell, stored: StoredCell) -> Iterable[AttackRow]:
+def _rows(case: Case, counters: Counters, cell: Cell, stored: StoredCell) -> Iterable[AttackRow]:
     """One row for every truth the attack is scored against; a single empty one where it has none."""
+    attack = case.attack(cell.attack)
     for row in stored.rows or (ScoreRow(),):
         yield AttackRow(
             **dict(row),
             spec=cell.attack,
             status=stored.status,
-            adaptive=case.attack(cell.attack).adaptive or _is_counter(defense, cell.attack),
+            adaptive=counters.accepts(attack),
+            claimed=counters.claims(attack),
             knowledge=case.spec.knowledge,
             updates=case.spec.updates,
             seconds=stored.seconds,
@@ -228,10 +232,6 @@ def _rows(case: Case, defense: Defense, cell: Cell, stored: StoredCell) -> Itera
             error=stored.error,
             cell=cell.key,
         )
-
-
-def _is_counter(defense: Defense, attack: str) -> bool:
-    return attack.partition(":")[0] in defense.counters
 
 
 def _worst(case: Case, ran: Sequence[StoredCell]) -> Worst | None:

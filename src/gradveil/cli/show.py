@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from gradveil import attacks, defenses, models
 from gradveil.attacks import Attack
+from gradveil.attacks.suite import accepted_counters
 from gradveil.cli.list import KINDS, stages_of
 from gradveil.core.errors import unknown
 from gradveil.core.options import types_of
@@ -41,13 +42,15 @@ def _card(kind: str, cls: Any) -> list[str]:
 def _facts(cls: type) -> Iterator[str]:
     if issubclass(cls, Defense):
         yield f"stage: {stages_of(cls)}"
-        yield "countered by: " + (", ".join(cls.counters) or "no attack of this project")
+        yield "countered by: " + (", ".join(accepted_counters(cls)) or "no attack of this project")
+        if cls.counters:
+            yield f"claimed counters: {', '.join(cls.counters)}"
         if cls.random:
             yield "random: two updates of one batch differ"
     if issubclass(cls, Attack):
         yield "needs: " + (", ".join(sorted(cls.needs)) or "nothing but the update")
-        if cls.adaptive:
-            yield "adaptive: knows the defense it is built against"
+        if cls.against:
+            yield f"built against: {', '.join(defense.name for defense in cls.against)}"
 
 
 def _setting(name: str, field: FieldInfo) -> str:

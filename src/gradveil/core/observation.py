@@ -170,5 +170,5 @@ def observe(
         secrets=secrets,
     )
     # The state is the server's own and may be large, so victims of one round share it; what was sent is copied.
-    sightings = tuple(Sighting(s.state, s.update.copy(), s.group) for s in seen)
+    sightings = tuple(Sighting(s.state, s.update.received(task.model.parameters(s.state)), s.group) for s in seen)
     return Observation(task, sightings, knowledge)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -83,14 +83,27 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What leaves the client: named tensors (a gradient, or weights after minus before), and how many examples."""
+    """What leaves the client: named tensors (a gradient, or weights after minus before), and how many examples.
+
+    As the client sends it, `tensors` may hold anything. As attacks get it, `tensors` are those of the model's trained
+    parameters, and everything else is in `others`.
+    """
 
     tensors: Tensors
     kind: Kind = "gradient"
     examples: int = 1
+    others: Tensors = field(default_factory=dict)  # sent too; of any name, shape and kind of number
 
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def copy(self) -> Update:
-        return Update({k: v.detach().clone() for k, v in self.tensors.items()}, self.kind, self.examples)
+    def received(self, parameters: Tensors) -> Update:
+        """A copy as attacks get it, with tensors in the order of `parameters`, those of the model."""
+        sent = {name: t.detach().clone() for name, t in {**self.tensors, **self.others}.items()}
+        for name, like in parameters.items():
+            if name not in sent:
+                raise ValueError(f"the update has no tensor for the parameter '{name}'")
+            if sent[name].shape != like.shape:
+                shapes = f"{tuple(sent[name].shape)}, the model's is {tuple(like.shape)}"
+                raise ValueError(f"the update's tensor for the parameter '{name}' is {shapes}")
+        return replace(self, tensors={name: sent.pop(name) for name in parameters}, others=sent)

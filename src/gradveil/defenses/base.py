@@ -87,7 +87,9 @@ class Defense:
 
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1  # raised when the results change
-    counters: Sequence[str] = ()  # names of the attacks that are built against this defense
+    # What its author calls its counters: names of attacks, or `pkg.mod:Class`. They are run and shown, and do not suffice:
+    # which attacks the project accepts as counters is declared by these attacks (`against`).
+    counters: Sequence[str] = ()
     random: bool = False  # whether two updates of one batch differ
 
     def prepare(self, setup: Setup) -> Any:

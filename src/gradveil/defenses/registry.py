@@ -1,4 +1,4 @@
-"""Defenses by name: `@defense("prune", counters=[...])` puts one in, `parse` reads `dcs2+prune:ratio=0.7`."""
+"""Defenses by name: `@defense("prune")` puts one in, `parse` reads `dcs2+prune:ratio=0.7`."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ registry: Registry[Defense] = Registry("defense", package="gradveil.defenses")
 
 
 def defense(name: str, counters: Sequence[str] = (), random: bool = False, version: int = 1) -> Callable[[type], type]:
-    """Register a defense under `name`; `counters` are the attacks that know it. Raise `version` when results change."""
+    """Register a defense under `name`; `counters`: see `Defense.counters`. Raise `version` when results change."""
     return registry.register(name, counters=tuple(counters), random=random, version=version)
 
 

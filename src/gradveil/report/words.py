@@ -248,9 +248,11 @@ def _among(held: Sequence[DefenseRow], merit: str) -> str:
 def _weak(defense: DefenseRow) -> str:
     if defense.verdict != UNREFUTED:
         return ""
-    if defense.counter:
-        return f" It is unrefuted only: {listing(defense.counter)}, built to break it, took no part in this audit."
-    return " It is unrefuted only: no attack that knows it has been built yet."
+    if not defense.counter:
+        return " It is unrefuted only: this project has no attack that is built to break it."
+    if any(row.adaptive and row.ok for row in defense.attacks):
+        return " It is unrefuted only: a part of it was not attacked by anything that this project accepts as its counter."
+    return f" It is unrefuted only: {listing(defense.counter)}, built to break it, took no part in this audit."
 
 
 def cost(summary: Summary, defense: DefenseRow) -> str:

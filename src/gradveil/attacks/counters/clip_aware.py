@@ -3,9 +3,10 @@
 from gradveil.attacks import attack
 from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
+from gradveil.defenses.update.clip import Clip
 
 
-@attack("clip-aware", adaptive=True, targets="any", version=2)
+@attack("clip-aware", against=(Clip,), targets="any", version=2)
 class ClipAware(SwiftCounter):
     """`swift`, which no change of an update's size stops, under the name of clipping's counter.
 

@@ -58,7 +58,7 @@ def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHid
     return None
 
 
-@attack("mixup-decode", adaptive=True)
+@attack("mixup-decode", against=(MixUp,))
 class MixupDecode(Attack):
     """Rebuild the encodings, then solve for the images in them.
 

@@ -21,11 +21,14 @@ from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.core.observation import Observation, Sighting
 from gradveil.core.types import Noise, Update
+from gradveil.defenses.gradient.dpsgd import DpSgd
+from gradveil.defenses.gradient.graddefense import GradDefense
+from gradveil.defenses.update.noise import Gaussian, Laplace
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
 
-@attack("noise-likelihood", adaptive=True, targets="any")
+@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense), targets="any")
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size.
 

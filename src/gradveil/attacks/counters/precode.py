@@ -23,6 +23,7 @@ from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift, SwiftCounter
 from gradveil.core.observation import Observation
+from gradveil.defenses.model.precode import Precode
 
 
 def bottleneck_path(observation: Observation) -> str | None:
@@ -37,7 +38,7 @@ def _no_bottleneck(observation: Observation) -> str | None:
     return None if bottleneck_path(observation) is not None else "the model has no variational bottleneck"
 
 
-@attack("precode-signal", adaptive=True)
+@attack("precode-signal", against=(Precode,))
 class PrecodeSignal(SwiftCounter):
     """Exact features and exact signal at the encoder, then the layers before it.
 
@@ -56,7 +57,7 @@ class PrecodeSignal(SwiftCounter):
         return Swift().reconstruct(target) if head is None else _relabelled(Swift().reconstruct(head.target), target)
 
 
-@attack("precode-latent", adaptive=True)
+@attack("precode-latent", against=(Precode,))
 class PrecodeLatent(Attack):
     """The image whose features are those that the encoder's gradients give away.
 
@@ -82,7 +83,7 @@ class PrecodeLatent(Attack):
         return _relabelled(Answer(solution.x, solution.value, iterations=solution.iterations), target)
 
 
-@attack("precode-ignore", adaptive=True)
+@attack("precode-ignore", against=(Precode,))
 class PrecodeIgnore(SwiftCounter):
     """Match only the layers up to the bottleneck's encoder.
 

@@ -7,9 +7,10 @@ from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import Insight
 from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
+from gradveil.defenses.update.prune import Prune
 
 
-@attack("prune-mask", adaptive=True, targets="any")
+@attack("prune-mask", against=(Prune,), targets="any")
 class PruneMask(SwiftCounter):
     """Match only what was sent.
 

@@ -9,9 +9,10 @@ from gradveil.attacks import Target, attack
 from gradveil.attacks.matching.problem import Insight
 from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
+from gradveil.defenses.gradient.soteria import Soteria
 
 
-@attack("soteria-drop", adaptive=True, targets="any")
+@attack("soteria-drop", against=(Soteria,), targets="any")
 class SoteriaDrop(SwiftCounter):
     """Match all but the tensors with zeroed columns.
 

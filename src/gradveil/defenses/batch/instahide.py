@@ -18,7 +18,7 @@ from gradveil.defenses.batch.mixup import Partners, check_limits, different, dir
 PAIR = 0.3  # the smallest sum of the first two coefficients in the cross-dataset scheme
 
 
-@defense("instahide", counters=["instahide-decode"], random=True)
+@defense("instahide", random=True)
 @settings
 class InstaHide(Defense):
     """Mix each image with k − 1 others, then flip pixel signs at random; labels become soft.

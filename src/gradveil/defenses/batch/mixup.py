@@ -21,7 +21,7 @@ ITSELF = 3  # Dirichlet parameter of the image itself; that of its partners is 1
 TRIES = 10_000  # redraws before an error
 
 
-@defense("mixup", counters=["mixup-decode"], random=True)
+@defense("mixup", random=True)
 @settings
 class MixUp(Defense):
     """Mix each image with k − 1 other images of the client; labels become soft.

@@ -46,7 +46,7 @@ def _sensitive(value: object) -> object:
     return value if callable(value) else str(value)
 
 
-@defense("dcs2", counters=["dcs2-average-start", "dcs2-joint"], random=True)
+@defense("dcs2", random=True)
 @settings
 class DCS2(Defense):
     """Mix the gradient of concealed samples into the gradient of the sensitive ones.

@@ -16,7 +16,7 @@ NOISE = 1.0  # multiplier where neither noise nor epsilon is set
 CHUNK = 1 << 26  # values of per-image gradients in memory at a time
 
 
-@defense("dpsgd", counters=["noise-likelihood"], random=True)
+@defense("dpsgd", random=True)
 @settings
 class DpSgd(Defense):
     """Clip the gradient of every image, average, and add Gaussian noise of std `noise` · `clip` / batch size.

@@ -11,7 +11,7 @@ from gradveil.core.types import Batch, Noise, Tensors
 from gradveil.defenses import Defense, Setup, Step, defense
 
 
-@defense("graddefense", counters=["noise-likelihood"], random=True)
+@defense("graddefense", random=True)
 @settings
 class GradDefense(Defense):
     """Add Gaussian noise to random slices of the gradient, which have equal sensitivity.

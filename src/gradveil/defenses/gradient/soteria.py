@@ -15,7 +15,7 @@ from gradveil.defenses import Defense, Step, defense
 _CHUNK = 2**24  # entries of the Jacobian held at once
 
 
-@defense("soteria", counters=["soteria-drop"])
+@defense("soteria")
 @settings
 class Soteria(Defense):
     """Set the weight-gradient columns of the most traceable inputs of a linear layer to zero.

@@ -74,7 +74,7 @@ class Guarded(nn.Module):
         return output
 
 
-@defense("precode", counters=["precode-ignore", "precode-latent", "precode-signal"], random=True)
+@defense("precode", random=True)
 @settings
 class Precode(Defense):
     """Put a variational bottleneck before the classifier, or before the layers that `placement` names.

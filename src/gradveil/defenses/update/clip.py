@@ -8,7 +8,7 @@ from gradveil.core.types import Tensors
 from gradveil.defenses import Defense, Step, defense
 
 
-@defense("clip", counters=["clip-aware"])
+@defense("clip")
 @settings
 class Clip(Defense):
     """Scale the update so that its L2 norm over all tensors is at most `norm`.

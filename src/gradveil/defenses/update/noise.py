@@ -12,7 +12,7 @@ from gradveil.core.types import Noise, Tensors
 from gradveil.defenses import Defense, Step, defense
 
 
-@defense("gaussian", counters=["noise-likelihood"], random=True)
+@defense("gaussian", random=True)
 @settings
 class Gaussian(Defense):
     """Add N(0, std²) to every entry.
@@ -33,7 +33,7 @@ class Gaussian(Defense):
         return {name: step.rng.added_normal(g, self.std) for name, g in tensors.items()}
 
 
-@defense("laplace", counters=["noise-likelihood"], random=True)
+@defense("laplace", random=True)
 @settings
 class Laplace(Defense):
     """Add Laplace(0, scale) to every entry.

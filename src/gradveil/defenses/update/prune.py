@@ -11,7 +11,7 @@ from gradveil.core.types import Tensors
 from gradveil.defenses import Defense, Step, defense
 
 
-@defense("prune", counters=["prune-mask"])
+@defense("prune")
 @settings
 class Prune(Defense):
     """Set the smallest entries to zero; at least one entry of every tensor stays.

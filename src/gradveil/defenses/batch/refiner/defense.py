@@ -14,7 +14,7 @@ from gradveil.defenses.batch.refiner.evaluator import Evaluator, evaluator_for
 _TINY = 1e-20
 
 
-@defense("refiner", counters=["refiner-partial"], random=True)
+@defense("refiner", random=True)
 @settings
 class Refiner(Defense):
     """Train on noise-like images whose gradient is similar to the true one at critical parameters.

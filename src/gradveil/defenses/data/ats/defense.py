@@ -26,7 +26,7 @@ MAX_TEXT = 1_000  # characters; no two of the fifty functions may be shared, so 
 _POLICIES = re.compile(r"\d+(-\d+)*(\+\d+(-\d+)*)*")
 
 
-@defense("ats", counters=["ats-early", "ats-policy"], random=True)
+@defense("ats", random=True)
 @settings
 class ATS(Defense):
     """Replace every image by a transformed one, with a policy that was searched to make its gradient hard to invert.

@@ -40,7 +40,7 @@ class Memory:
         return self.public[rng.integers(0, len(self.public), (shape[0],))]
 
 
-@defense("loda", counters=["loda-stationarity"], random=True)
+@defense("loda", random=True)
 @settings
 class Loda(Defense):
     """Replace each image by one with similar features and different pixels; labels stay.
