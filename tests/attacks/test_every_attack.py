@@ -27,10 +27,11 @@ from gradveil.attacks.matching import fed_images, swift
 from gradveil.attacks.registry import registry
 from gradveil.attacks.suite import accepted_counters
 from gradveil.core.errors import UserError
-from gradveil.core.observation import Observation, Reconstruction
-from gradveil.core.types import LocalTraining
+from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
+from gradveil.core.types import LocalTraining, Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import parse as parse_defense
+from gradveil.defenses.base import Chain, Defense, Step
 from gradveil.defenses.data.loda import extractors
 from gradveil.defenses.registry import registry as defenses
 
@@ -257,6 +258,69 @@ def assert_same(one: Reconstruction, other: Reconstruction) -> None:
     assert (one.labels is None) == (other.labels is None)
     if one.labels is not None and other.labels is not None:
         torch.testing.assert_close(one.labels, other.labels, rtol=0, atol=1e-3)
+
+
+# -- tensors that are no parameters ------------------------------------------------------------------------------------
+
+OTHERS = {
+    "weight": torch.ones(3, 5),
+    "fc.weight.more": torch.full((3, 10), 1e30),
+    "num_batches_tracked": torch.tensor(7),
+    "fc.bias\n": torch.full((3,), torch.nan),
+    "complex": torch.ones(2, 2, dtype=torch.complex64),
+    "half": torch.ones(4, dtype=torch.float16),
+    "bool": torch.tensor([True]),
+    "": torch.zeros(0, 3),
+}
+
+
+class SendsOthers(Defense):
+    """Sends tensors that are no parameters, first and last."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        half = len(OTHERS) // 2
+        return dict(list(OTHERS.items())[:half]) | tensors | dict(list(OTHERS.items())[half:])
+
+
+def with_others(o: Observation) -> Observation:
+    """As if the defense had sent more: in the update, and in every round that an attack rehearses."""
+    parts = o.knowledge.defense.parts if o.knowledge.defense else ()
+    defense = Chain([*(p for p in parts if isinstance(p, Defense)), SendsOthers()])
+    update = [Update({**OTHERS, **s.update.tensors}, s.update.kind, s.update.examples) for s in o.seen]
+    seen = [Sighting(s.state, u, s.group) for s, u in zip(o.seen, update, strict=True)]
+    sent = observe(o.task, seen).seen
+    return dataclasses.replace(o, seen=sent, knowledge=dataclasses.replace(o.knowledge, defense=defense))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("name", EVERY)
+def test_tensors_that_are_no_parameters_change_no_answer(
+    name: str, observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(extractors, "STEPS", 3)
+    plain, attack = applicable(name, observe_victims, shapes), parse(name)
+    more = with_others(plain)
+    assert more.update.others.keys() == OTHERS.keys()
+    assert list(more.update.tensors) == plain.model.trainable
+    one, other = (attack([o], cache=tmp_path)[0] for o in (plain, more))
+    assert one.failed is None and other.failed is None
+    assert torch.equal(one.images, other.images)
+    assert one.score == other.score
+    assert one.labels is not None and other.labels is not None and torch.equal(one.labels, other.labels)
+
+
+def test_an_update_without_a_parameter_or_with_another_shape_is_refused_in_one_line(
+    observe_victims: Callable, shapes: DataSet
+) -> None:
+    (seen,), _ = observe_victims(data=shapes, victims=1)
+    first, *rest = seen.model.trainable
+    tensors = seen.update.tensors
+    for wrong, says in (
+        ({n: tensors[n] for n in rest}, f"has no tensor for the parameter '{first}'"),
+        ({**tensors, first: torch.zeros(2)}, rf"'{first}' is \(2,\), the model's is \("),
+    ):
+        with pytest.raises(ValueError, match=says):
+            observe(seen.task, [Sighting(seen.state, Update(wrong))])
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,19 @@ def test_the_control_is_never_called_unrefuted_and_needs_no_counter() -> None:
     assert "not more than images of strangers would give" in sentence and "built to break" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "this project has no attack that is built to break it"),
+        ({"claimed": ["mine"]}, "this project has no attack that is built to break it"),
+        ({"counter": ["clip-aware"]}, "clip-aware, built to break it, took no part"),
+        ({"counter": ["clip-aware"], "attacks": [row("clip-aware", adaptive=True)]}, "a part of it was not attacked"),
+    ],
+)
+def test_a_recommendation_says_why_a_defense_is_only_unrefuted(fields: dict[str, Any], says: str) -> None:
+    assert says in words.recommend(view(CONTROL, defense("a", "unrefuted", 2.0, **fields))).text
+
+
 def test_the_test_stands_beside_the_verdict_in_one_line() -> None:
     outcome = LeakTest.model_validate(TEST | {"untested": 2, "p": 0.0123}, strict=False)
     assert words.evidence_line(outcome) == (

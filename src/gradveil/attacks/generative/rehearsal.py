@@ -111,8 +111,8 @@ def rehearse(target: Target) -> Rehearsal:
     sent: dict[str, list[Tensor]] = {}
     for i in range(rounds):
         update, _ = client.round(target.state, public[i * size : (i + 1) * size], i)
-        for name, tensor in update.tensors.items():
-            sent.setdefault(name, []).append(tensor)
+        for name in target.model.trainable:
+            sent.setdefault(name, []).append(update.tensors[name])
         if target.progress:
             target.progress(i + 1, rounds)
     used = public[: rounds * size]

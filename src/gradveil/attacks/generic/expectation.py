@@ -135,7 +135,7 @@ class _Defended(Problem):
             changed = defense.gradient({n: t.detach() for n, t in plain.items()}, step)
         before = {n: t + (changed[n] - t).detach() for n, t in plain.items()}
         after = defense.update(before, step)
-        return {n: self._through(n, before[n], t) for n, t in after.items()}
+        return {n: self._through(n, t, after[n]) for n, t in before.items()}
 
     def _through(self, name: str, before: Tensor, after: Tensor) -> Tensor:
         """A tensor with a gradient: that of the stage where it left one, otherwise straight through."""
