@@ -37,6 +37,16 @@ def test_an_imprint_reads_a_batch_off(observe_victims: Callable, best_psnr: Call
     assert best_psnr(parse("imprint")(noisy), hidden).max() < 20
 
 
+def test_an_imprint_reaches_through_filters_that_an_image_of_one_colour_silences(
+    observe_victims: Callable, best_psnr: Callable
+) -> None:
+    """All six filters of this first layer have negative sums: for one colour per image its ReLUs would all be off."""
+    seen, truth = observe_victims(model="flower-cnn", victims=2, batch_size=8, tampering="imprint", seed=614)
+    assert (seen[0].state["model.conv1.weight"].sum(dim=(1, 2, 3)) < 0).all()
+    quality = best_psnr(parse("imprint")(seen), truth)
+    assert ((quality >= 40).sum(1) >= 6).all(), quality
+
+
 def test_an_imprint_without_public_images_still_finds_some(observe_victims: Callable, shapes: DataSet) -> None:
     alone = dataclasses.replace(shapes, public=Batch(shapes.public.x[:0], shapes.public.y[:0]))
     seen, truth = observe_victims(data=alone, model="lenet", victims=1, batch_size=4, tampering="imprint")

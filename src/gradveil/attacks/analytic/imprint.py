@@ -30,7 +30,9 @@ class ImprintBlock(nn.Module):
         with torch.no_grad():
             self.question.weight.copy_(direction.expand(bins, -1) * gain)
             self.question.bias.copy_(-thresholds * gain)
-            self.back.weight.fill_(1 / (gain * bins))
+            # Images of one colour would silence the whole first layer of a net whose filters all have a negative sum.
+            pattern = torch.randn(pixels, 1, generator=generator(0, "imprint pattern"))
+            self.back.weight.copy_(pattern.expand(-1, bins) / (gain * bins))
             self.back.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ class Imprinted(nn.Module):
         return output
 
 
-@attack("imprint", targets="unused")
+@attack("imprint", targets="unused", version=2)
 class Imprint(ClosedForm):
     """A malicious block in front of the model; images by differences of its rows.
 
