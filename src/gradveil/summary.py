@@ -43,6 +43,7 @@ NoticeCode = Literal[
     "no-updates",
     "single-draw",
     "only-rescaled",
+    "seen-directly",
     "zero-updates",
     "broken-updates",
     "claimed-counter",
@@ -76,6 +77,15 @@ class LeakTest(Record):
     @property
     def leaks(self) -> bool:
         return self.p <= self.level
+
+
+class DirectLook(Record):
+    """What can be seen of the private images in an update as it stands, without an attack."""
+
+    p: float  # of the test, for this look alone
+    seen: int  # private images that are more alike to something sent than every stranger is
+    tensor: StorableText  # where most of them are seen
+    reading: StorableText
 
 
 class VictimsNeeded(Record):
@@ -167,6 +177,7 @@ class DefenseRow(Record):
     scope: StorableText
     verdict: Verdict
     test: LeakTest | None  # None: no attack ran
+    look: DirectLook | None  # None: it was not looked at
     warnings: tuple[Notice, ...]
     utility: UtilityRow | None
     gradient: GradientChange | None

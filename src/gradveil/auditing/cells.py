@@ -32,6 +32,7 @@ from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
+from gradveil.metrics.direct_look import direct_look
 from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
 from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
@@ -227,6 +228,10 @@ def _scored(case: Case, truth: Sequence[Batch], images: list[Tensor], against: A
 def _likeness(case: Case, images: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
     """Per batch the likenesses that the test needs: of all victims and strangers whose class stands in the batch."""
     table = likeness_table(torch.cat(list(images)).cpu(), batch_numbers(images), case.tested.x)
+    return _used(case, table)
+
+
+def _used(case: Case, table: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(round(s, 6) for s in row[used].tolist()) for row, used in zip(table, case.slots.used, strict=True))
 
 
@@ -251,11 +256,7 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
     assert stored is not None
     if case.spec.pictures == "none":  # the images were not stored; the same seeds give the same ones
         stored = {**(_observe(work, everything=True)[1] or {}), **stored}
-    parts: dict[tuple[int, int], dict[str, Tensors]] = {}
-    for path, tensor in stored.items():
-        victim, draw, part, name = path.split("/", 3)
-        parts.setdefault((int(victim), int(draw)), {}).setdefault(part, {})[name] = tensor
-    training = case.training
+    parts, training = _parts(stored), case.training
     observations, traces = [], []
     for v, batch in enumerate(work.batches):
         draws = [parts[v, u] for u in range(case.spec.updates)]
@@ -275,6 +276,15 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
         observations.append(observation)
         traces.append(trace)
     return observations, traces
+
+
+def _parts(stored: Tensors) -> dict[tuple[int, int], dict[str, Tensors]]:
+    """The tensors of an observe cell by victim and draw, then by what they are."""
+    parts: dict[tuple[int, int], dict[str, Tensors]] = {}
+    for path, tensor in stored.items():
+        victim, draw, part, name = path.split("/", 3)
+        parts.setdefault((int(victim), int(draw)), {}).setdefault(part, {})[name] = tensor
+    return parts
 
 
 def _label_accuracy(truth: Sequence[Batch], answers: Sequence[Reconstruction]) -> float | None:
@@ -310,6 +320,20 @@ def _by_image(originals: Sequence[Batch], scores: Sequence[Scores], answers: Seq
 
 def _number(values: Tensor | None, place: int) -> float | None:
     return None if values is None else finite(float(values[place]))
+
+
+# -- look: what can be seen without an attack ------------------------------------------------------------------------
+
+
+def _look(work: Work) -> Result:
+    """Compare all that is sent with the images as it stands."""
+    case, stored = work.case, work.needed("observe")
+    assert stored is not None
+    _, state = case.task(work.defense, None, work.needed("train"))
+    parts, updates = _parts(stored), range(case.spec.updates)
+    sent = [[parts.get((v, u), {}).get("update", {}) for u in updates] for v in range(case.spec.victims)]
+    table, sights = direct_look(sent, state, case.tested.x, case.slots, work.progress)
+    return Outcome(likeness=_used(case, table), sights=tuple(sights)), None
 
 
 # -- baseline: what is known without an update -----------------------------------------------------------------------
@@ -367,5 +391,6 @@ _COMPUTE: dict[str, Callable[[Work], Result]] = {
     "train": _train,
     "observe": _observe,
     "attack": _attack,
+    "look": _look,
     "utility": _utility,
 }

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
+from gradveil.auditing.spec import SUITE
 from gradveil.core.text import plural
 from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL, POWER
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, LeakTest, Notice, NoticeCode, Verdict
+from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, DirectLook, LeakTest, Notice, NoticeCode, Verdict
 
 SAME = 0.999  # agreement from which on updates are the undefended ones up to their size
 
@@ -28,6 +29,8 @@ def not_tested(case: Case) -> tuple[str, ...]:
         items.append("an adversary that also knows the defense's secrets (level upper-bound)")
     if spec.updates == 1:
         items.append("an adversary that sees several updates of the same images")
+    if SUITE not in spec.attacks:
+        items.append("whether images can be seen in the updates without an attack (part of the suite)")
     items.append("attacks that are not in this audit, or not yet published")
     return tuple(items)
 
@@ -70,7 +73,13 @@ def audit_notices(case: Case, control: DefenseRow, weak: Sequence[str]) -> tuple
 
 
 def defense_notices(
-    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell], test: LeakTest | None, verdict: Verdict
+    case: Case,
+    defense: Defense,
+    observed: StoredCell,
+    attacked: Sequence[StoredCell],
+    test: LeakTest | None,
+    look: DirectLook | None,
+    verdict: Verdict,
 ) -> tuple[Notice, ...]:
     """What concerns one defense."""
     texts: dict[NoticeCode, str] = {}
@@ -89,6 +98,11 @@ def defense_notices(
         )
     if verdict == LEAKS and not (test is not None and test.leaks):
         texts["only-rescaled"] = "its updates are the undefended ones up to their size, so the verdict without a defense holds"
+    if look is not None and look.p <= LEVEL and look.seen:
+        images = plural(look.seen, "private image")
+        texts["seen-directly"] = (
+            f"{images} can be seen in what is sent without an attack, most often in '{look.tensor}' ({look.reading})"
+        )
     if observed.zero_updates:
         texts["zero-updates"] = f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked"
     if observed.broken_updates:

@@ -16,12 +16,12 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.spec import SUITE, written
 from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.defenses.base import Defense
-from gradveil.metrics import likeness_table
+from gradveil.metrics import direct_look, likeness_table
 from gradveil.metrics.leak_test import Background, detectable, victims_needed
 from gradveil.metrics.registry import registered
 from gradveil.summary import VictimsNeeded
 
-CellKind = Literal["baseline", "train", "observe", "attack", "utility"]
+CellKind = Literal["baseline", "train", "observe", "attack", "look", "utility"]
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
 
@@ -46,7 +46,8 @@ class Cell:
     def __str__(self) -> str:
         if self.kind == "baseline":
             return "baseline without an update"
-        work = {"attack": self.attack, "utility": "accuracy", "train": "training", "observe": "updates"}[self.kind]
+        names = {"utility": "accuracy", "train": "training", "observe": "updates", "look": "direct look"}
+        work = names.get(self.kind, self.attack)
         server = f" from {self.attack}" if self.kind == "observe" and self.attack else ""
         return f"{work} under {self.defense}{server}"
 
@@ -81,6 +82,8 @@ def make_plan(case: Case) -> Plan:
                 observed = _cell(case, "observe", [*code, _code(attack)], text, name, needs=train)
                 cells.append(observed)
             cells.append(_cell(case, "attack", [_code(attack), metrics], text, name, needs=[*train, observed]))
+        if SUITE in case.spec.attacks:
+            cells.append(_cell(case, "look", [direct_look.VERSION], text, needs=[*train, honest]))
         if case.spec.utility:
             cells.append(_cell(case, "utility", [*code, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))

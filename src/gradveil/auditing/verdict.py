@@ -3,6 +3,7 @@
 A verdict is the outcome of a test with a known error rate, and never says more than the attacks have shown.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ from gradveil.summary import (
     AttackRow,
     CaseFacts,
     DefenseRow,
+    DirectLook,
     LeakTest,
     Summary,
     UtilityRow,
@@ -54,8 +56,7 @@ Cells = Mapping[str, StoredCell]  # by key
 
 def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     """The whole summary. `cells` are the stored cells of the plan."""
-    attacked = {text: [cells[cell.key] for cell in plan.of("attack", text)] for text in case.defenses}
-    control = Control.of(case, attacked[CONTROL])
+    control = Control.of(case, [cells[c.key] for c in plan.of("attack", CONTROL)], _looked(plan, cells, CONTROL))
     clean = _history(plan, cells, CONTROL)
     defenses = tuple(_defense(case, plan, cells, text, control, clean) for text in case.defenses)
     baseline = cells[plan.of("baseline")[0].key]
@@ -107,11 +108,12 @@ class Likenesses:
         used, victims = case.slots.used, len(case.slots.batch)
         images, nearest = np.zeros(used.shape), np.zeros(victims)
         for cell in ran:
-            row_lengths = [len(row) for row in cell.likeness]
-            if row_lengths != used.sum(axis=1).tolist() or len(cell.victims) != victims:
+            row_lengths, scored = [len(row) for row in cell.likeness], victims if cell.kind == "attack" else 0
+            if row_lengths != used.sum(axis=1).tolist() or len(cell.victims) != scored:
                 raise UserError(f"cell {cell.key} does not hold the likenesses of this audit; delete it and resume the audit.")
             images[used] = np.maximum(images[used], np.concatenate(cell.likeness))
-            nearest = np.maximum(nearest, [image.nearest or 0.0 for image in cell.victims])
+            if cell.victims:
+                nearest = np.maximum(nearest, [image.nearest or 0.0 for image in cell.victims])
         return cls(images, nearest)
 
     def background(self, case: Case) -> Background:
@@ -132,9 +134,9 @@ class Control:
     weak: tuple[str, ...]  # attacks that show no leak on their own
 
     @classmethod
-    def of(cls, case: Case, attacked: Sequence[StoredCell]) -> "Control":
+    def of(cls, case: Case, attacked: Sequence[StoredCell], looked: Sequence[StoredCell]) -> "Control":
         ran, slots, seed = [cell for cell in attacked if cell.status == "ok"], case.slots, case.spec.seed
-        together = Likenesses.of(case, ran)
+        together = Likenesses.of(case, [*ran, *looked])
         images = _strongest(ran)[0]
         identified = np.array([bool(image.identified) for image in images], dtype=bool) & slots.tested[: len(images)]
         likeness = together.images[slots.batch, np.arange(len(slots.batch))][: len(images)]
@@ -154,11 +156,26 @@ class Control:
         return max(0.0, self.rate - self.null)
 
 
-def _test(case: Case, ran: Sequence[StoredCell], control: Control) -> LeakTest | None:
-    """None where no attack ran."""
-    if not ran:
+def _looked(plan: Plan, cells: Cells, text: str) -> list[StoredCell]:
+    """The direct look at the updates of a defense, if it is part of the audit and worked."""
+    return [stored for cell in plan.of("look", text) if (stored := cells[cell.key]).status == "ok"]
+
+
+def _look(case: Case, looked: Sequence[StoredCell]) -> DirectLook | None:
+    if not looked:
         return None
-    likenesses, slots = Likenesses.of(case, ran), case.slots
+    table, slots, victims = Likenesses.of(case, looked).images, case.slots, range(len(case.slots.batch))
+    strangers = table[:, len(victims) :].max(axis=1, initial=0.0)
+    seen = [(s.tensor, s.reading) for k in victims if (s := looked[0].sights[k]).likeness > strangers[slots.batch[k]]]
+    (tensor, reading), _ = Counter(seen or [("", "")]).most_common(1)[0]
+    return DirectLook(p=exchange_test(table, slots, case.spec.seed).p, seen=len(seen), tensor=tensor, reading=reading)
+
+
+def _test(case: Case, compared: Sequence[StoredCell], control: Control) -> LeakTest | None:
+    """None where no attack ran and nothing was looked at."""
+    if not compared:
+        return None
+    likenesses, slots = Likenesses.of(case, compared), case.slots
     outcome, background = exchange_test(likenesses.images, slots, case.spec.seed), likenesses.background(case)
     return LeakTest(
         statistic=outcome.statistic,
@@ -183,9 +200,10 @@ def _verdict(
     if (test is not None and test.leaks) or (control.leaks and only_rescaled(observed)):
         return LEAKS
     shown = control.leaks and control.excess >= LEAST_EXCESS and test is not None and test.power >= POWER
-    if not shown or defense.spec == CONTROL or any(c.status == "failed" and c.attack in control.ran for c in attacked):
+    failed = any(c.status == "failed" and (c.kind == "look" or c.attack in control.ran) for c in attacked)
+    if not shown or failed or defense.spec == CONTROL:
         return CANNOT_TELL
-    ran = {type(case.attack(c.attack)) for c in attacked if c.status == "ok"}
+    ran = {type(case.attack(c.attack)) for c in attacked if c.status == "ok" and c.kind == "attack"}
     return NO_LEAK if is_countered(defense, ran) else UNREFUTED
 
 
@@ -195,10 +213,11 @@ def _verdict(
 def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, clean: StoredCell | None) -> DefenseRow:
     defense, counters = case.defenses[text], Counters.of(case.defenses[text])
     attacked = [cells[cell.key] for cell in plan.of("attack", text)]
-    ran = [cell for cell in attacked if cell.status == "ok"]
+    ran, looked = [cell for cell in attacked if cell.status == "ok"], _looked(plan, cells, text)
     observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
-    test = _test(case, ran, control)
-    verdict = _verdict(case, defense, test, control, observed, attacked)
+    test, look = _test(case, [*ran, *looked], control), _look(case, looked)
+    all_cells = [*attacked, *(cells[cell.key] for cell in plan.of("look", text))]
+    verdict = _verdict(case, defense, test, control, observed, all_cells)
     return DefenseRow(
         spec=text,
         stage=tuple(defense.stages),
@@ -207,7 +226,8 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         scope=scope(case, [c.attack for c in plan.of("observe", text) if c.attack]),
         verdict=verdict,
         test=test,
-        warnings=defense_notices(case, defense, observed, attacked, test, verdict),
+        look=look,
+        warnings=defense_notices(case, defense, observed, attacked, test, look, verdict),
         utility=_utility(_history(plan, cells, text), clean),
         gradient=observed.gradient,
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),

@@ -134,6 +134,14 @@ def strongest(images: Sequence[ImageScores]) -> ImageScores:
     return best.model_copy(update={"identified": best.identified and likeness > nearest}) if measured else best
 
 
+class Sight(Record):
+    """Where in an update a private image can be seen best without an attack."""
+
+    tensor: StorableText = ""
+    reading: StorableText = ""
+    likeness: float = 0.0  # 0: like any image of the class; 1: far beyond all of them
+
+
 class GradientChange(Record):
     """How far the update sent is from the undefended one: cosine and relative distance."""
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from gradveil import __version__
 from gradveil.core.errors import UserError, shown
-from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Status, StorableText
+from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Sight, Status, StorableText
 from gradveil.core.text import shorten
 from gradveil.core.types import Tensors
 from gradveil.storage.files import alone_in, contents, remove_leftovers, write_tensors, write_text
@@ -62,7 +62,8 @@ class Outcome(Record):
     seconds: float | None = None
     rows: tuple[ScoreRow, ...] = ()  # attack, baseline
     victims: tuple[ImageScores, ...] = ()  # attack
-    likeness: tuple[tuple[float, ...], ...] = ()  # attack: per batch, of all victims and strangers of its classes
+    likeness: tuple[tuple[float, ...], ...] = ()  # attack, look: per batch, of all victims and strangers of its classes
+    sights: tuple[Sight, ...] = ()  # look: per victim
     iterations: int | None = None  # attack
     granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims
