@@ -177,7 +177,7 @@ class DefenseRow(Record):
     scope: StorableText
     verdict: Verdict
     test: LeakTest | None  # None: no attack ran
-    look: DirectLook | None  # None: it was not looked at
+    look: DirectLook | None = None  # None: it was not looked at
     warnings: tuple[Notice, ...]
     utility: UtilityRow | None
     gradient: GradientChange | None

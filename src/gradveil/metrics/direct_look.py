@@ -21,12 +21,12 @@ from gradveil.core.types import Tensors
 from gradveil.metrics.leak_test import Slots
 
 VERSION = 1  # to be raised when results change
-MOST_VALUES = 2**18  # of one reading; of larger updates only the beginning of each tensor is read
+MOST_VALUES = 2**17  # of one reading; of larger updates only the beginning of the large tensors is read
 MOST_PAIRS = 16  # of tensors that are compared with each other
 BLOCK = 2**22  # correlations at a time, to bound memory
 OUTLYING = 6.0  # standard deviations above the median from which on a likeness counts
 LEAST_DEVIATION = 0.005  # of the transformed correlations of images that resemble nothing
-FLAT = 1e-13  # share of the energy of its block below which a window is constant except for rounding
+FLAT = 1e-9  # share of the energy of its block below which a window is constant except for rounding
 BITS = (1, 4, 8, 16)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per number
 
@@ -38,10 +38,6 @@ class Reading:
     name: str
     tensors: tuple[str, ...]
     values: tuple[Tensor, ...]  # one axis each
-
-    def __post_init__(self) -> None:
-        most = max(1, MOST_VALUES // max(1, len(self.values)))
-        object.__setattr__(self, "values", tuple(v[:most] for v in self.values))
 
     @property
     def signal(self) -> Tensor:
@@ -96,7 +92,7 @@ def _beyond(largest: Tensor) -> Tensor:
     Correlations are transformed as Fisher did, which makes their spread alike everywhere. The spread is estimated from the
     median absolute deviation, which the images that are seen do not move.
     """
-    transformed = largest.clamp(max=1 - 1e-9).atanh()
+    transformed = largest.clamp(max=1 - 1e-6).atanh()
     away = transformed - transformed.median()
     deviation = (1.4826 * away.abs().median()).clamp(min=LEAST_DEVIATION)
     beyond = (away / deviation - OUTLYING).clamp(min=0)
@@ -139,7 +135,12 @@ def _readings(sent: Tensors, state: Mapping[str, Tensor]) -> Iterator[Reading]:
 
 
 def _reading(name: str, values: dict[str, Tensor]) -> Reading:
-    return Reading(name, tuple(values), tuple(values.values()))
+    """What small tensors do not take of the values that may be read is left to the large ones."""
+    left, parts = MOST_VALUES, dict[str, Tensor]()
+    for place, (tensor, all_values) in enumerate(sorted(values.items(), key=lambda item: len(item[1]))):
+        parts[tensor] = all_values[: left // (len(values) - place)]
+        left -= len(parts[tensor])
+    return Reading(name, tuple(values), tuple(parts[tensor] for tensor in values))
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -162,26 +163,27 @@ def _windows(signal: Tensor, templates: Tensor) -> tuple[Tensor, Tensor]:
     Templates have mean 0 and length 1. The products come from Fourier transforms of blocks that overlap by a window.
     """
     count, size = templates.shape
-    largest, places = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.long)
+    largest, places = torch.zeros(count), torch.zeros(count, dtype=torch.long)
     if len(signal) < size:
-        return largest, places
+        return largest.double(), places
     length = 2 ** max(12, (4 * size - 1).bit_length())
     step = length - size + 1
     offsets = len(signal) - size + 1
     padded = torch.cat([signal, signal.new_zeros(-(-offsets // step) * step + size - 1 - len(signal))])
     blocks = padded.unfold(0, length, step) if len(padded) >= length else padded[None]
     blocks = blocks - blocks.mean(dim=1, keepdim=True)
-    spectrum = torch.fft.rfft(templates, length).conj()
+    blocks = blocks / blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    spectrum = torch.fft.rfft(templates.float(), length).conj()
     spread = _spread(blocks, size)
     spread.flatten()[offsets:] = torch.inf  # windows that reach beyond the signal
     for first in range(0, len(blocks), chunk := max(1, BLOCK // (count * length))):
-        part = torch.fft.rfft(blocks[first : first + chunk], length)
+        part = torch.fft.rfft(blocks[first : first + chunk].float(), length)
         products = torch.fft.irfft(part[:, None] * spectrum, length)[:, :, : spread.shape[1]]
-        correlation = (products.abs() / spread[first : first + chunk, None]).nan_to_num(0.0, 0.0, 0.0)
+        correlation = products.abs() / spread[first : first + chunk, None]
         best, place = correlation.movedim(1, 0).flatten(1).max(dim=1)
         places = torch.where(best > largest, first * step + place, places)
         largest = torch.maximum(largest, best)
-    return largest.clamp(max=1.0), places
+    return largest.double().clamp(max=1.0), places
 
 
 def _spread(blocks: Tensor, size: int) -> Tensor:
@@ -193,4 +195,4 @@ def _spread(blocks: Tensor, size: int) -> Tensor:
 
     energy = sums(blocks.square()) - sums(blocks).square() / size
     flat = energy <= FLAT * blocks.square().sum(dim=1, keepdim=True)
-    return energy.masked_fill(flat, torch.inf).sqrt()
+    return energy.masked_fill(flat, torch.inf).sqrt().float()
