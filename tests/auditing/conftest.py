@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
+
+from gradveil.data import DataSet
 
 SECONDS = {"seconds", "seconds_per_round", "overhead"}
 
@@ -41,3 +44,9 @@ def without_seconds(value: Any) -> Any:
 @pytest.fixture
 def comparable():  # type: ignore[no-untyped-def]
     return lambda folder: without_seconds(json.loads((Path(folder) / "summary.json").read_text()))
+
+
+@pytest.fixture
+def image(shapes: DataSet) -> Tensor:
+    """One private image, as a batch."""
+    return shapes.private.x[7:8]

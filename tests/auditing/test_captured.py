@@ -4,67 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from captured_update import KNOWN, LABEL, MEAN, SHAPE, STD, gradient, network, quality, refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gradveil as gv
-from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.types import Update
 from gradveil.data import DataSet
-from gradveil.metrics import match, psnr
 from gradveil.storage.updates import save_update
-
-SHAPE, MEAN, STD, LABEL = (1, 12, 12), 0.5, 0.25, 2
-
-FACTORY = """
-import torch
-from torch import nn
-
-def network():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Conv2d(1, 12, 5, stride=2, padding=2), nn.Sigmoid(), nn.Flatten(), nn.Linear(432, 4))
-"""
-
-
-def network() -> nn.Module:
-    scope: dict[str, Any] = {}
-    with torch.random.fork_rng(devices=[]):
-        exec(FACTORY, scope)
-        module: nn.Module = scope["network"]()
-    return module
-
-
-@pytest.fixture
-def image(shapes: DataSet) -> Tensor:
-    return shapes.private.x[7:8]
-
-
-def gradient(module: nn.Module, x: Tensor, labels: list[int]) -> dict[str, Tensor]:
-    """As anybody's training script has it after `backward`."""
-    module.zero_grad()
-    F.cross_entropy(module((x - MEAN) / STD), torch.tensor(labels)).backward()
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-
-def quality(rebuilt: gv.captured.Rebuilt, x: Tensor) -> float:  # type: ignore[name-defined]
-    images = rebuilt.by_attack[rebuilt.best].images
-    return float(psnr(x, images[match(x, images)]).min())
-
-
-KNOWN: dict[str, Any] = {"input_shape": SHAPE, "mean": [MEAN], "std": [STD]}
-
 
 # -- what is rebuilt ---------------------------------------------------------------------------------------------------
 
@@ -182,13 +138,6 @@ def test_saving_again_replaces_what_was_saved_and_nothing_else(tmp_path: Path, i
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def refused(work: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as told:
-        work()
-    assert "\n" not in str(told.value)
-    return str(told.value)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -284,119 +233,3 @@ def test_layers_without_weights_are_told(image: Tensor) -> None:
         gv.attack_update(Update({"1.weight": torch.zeros(4, 144)}), module, **KNOWN)
     module(image)
     assert gv.attack_update(Update(gradient(module, image, [LABEL])), module, attacks=["linear"], **KNOWN).by_attack
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: Tensor) -> Path:
-    """A folder with the user's model and an update of it; the command runs there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "captured_network.py").write_text(FACTORY)
-    save_file(gradient(network(), image, [LABEL]), tmp_path / "u.safetensors")
-    return tmp_path
-
-
-COMMAND = ["attack", "u.safetensors", "--model", "captured_network:network", "--classes", "4", "--attack", "rgap"]
-SPACE = ["--input-shape", "1,12,12", "--mean", str(MEAN), "--std", str(STD)]
-
-
-def test_the_command_rebuilds(elsewhere: Path, image: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, *SPACE, "--out", "rebuilt"]) == 0
-    out = capsys.readouterr().out
-    assert "Best fit: rgap" in out
-    assert f"labels {LABEL}" in out
-    found = load_file(elsewhere / "rebuilt" / "rgap.safetensors")["images"]
-    assert float(psnr(image, found).min()) >= 30
-    assert (elsewhere / "rebuilt" / "rgap.png").is_file()
-    assert main([*COMMAND, *SPACE, "--out", "again", "--quiet"]) == 0
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*COMMAND],  # no shape
-        [*COMMAND, "--input-shape", "1,12"],
-        [*COMMAND, "--input-shape", "one,12,12"],
-        [*COMMAND, *SPACE, "--knowledge", "everything"],
-        [*COMMAND, *SPACE, "--budget", "huge"],
-        [*COMMAND, *SPACE, "--attack", "rgpa"],
-        [*COMMAND, *SPACE, "--labels", "9"],
-        ["attack", "absent.safetensors", *COMMAND[2:], *SPACE],
-        ["attack", "captured_network.py", *COMMAND[2:], *SPACE],
-        [*COMMAND[:3], "captured_network:absent", *SPACE, "--classes", "4"],
-        [*COMMAND[:3], "captured_network:network", *SPACE, "--classes", "5"],
-        ["attack", *COMMAND[2:], *SPACE],  # nothing to attack
-        ["attack", "u.safetensors", *SPACE],  # no model
-    ],
-)
-def test_the_command_refuses_with_one_line_and_leaves_nothing(
-    words: list[str], elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {p.name for p in elsewhere.iterdir()} | {"__pycache__"}
-    assert main([*words, "--out", "rebuilt"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("gradveil: ")
-    assert told.err.count("\n") == 1
-    assert {p.name for p in elsewhere.iterdir()} <= before
-
-
-def test_the_command_takes_two_checkpoints(elsewhere: Path, image: Tensor) -> None:
-    module = network()
-    save_file(module.state_dict(), elsewhere / "before.safetensors")
-    step = gradient(module, image, [LABEL])
-    moved = {n: t - 0.1 * step[n] for n, t in module.state_dict().items()}
-    save_file(moved, elsewhere / "after.safetensors")
-    files = ["--before", "before.safetensors", "--after", "after.safetensors", "--lr", "0.1"]
-    assert main(["attack", *COMMAND[2:], *SPACE, *files, "--out", "rebuilt", "--quiet"]) == 0
-    found = load_file(elsewhere / "rebuilt" / "rgap.safetensors")["images"]
-    assert float(psnr(image, found).min()) >= 30
-
-
-HOSTILE: dict[str, dict[str, str]] = {
-    "forty million classes": {"num_classes": "40000000"},
-    "a text": {"num_classes": '"10"'},
-    "a float": {"num_classes": "10.0"},
-    "negative classes": {"num_classes": "-5"},
-    "a list": {"num_classes": "[10]"},
-    "a truth value": {"num_classes": "true"},
-    "thousands of digits": {"num_classes": "1" * 5000},
-    "5,000 digits of examples": {"examples": "9" * 5000},
-    "examples in other digits": {"examples": "\u0665"},
-    "nested": {"num_classes": "[" * 100_000},
-    "nested mappings": {"mean": '{"a":' * 100_000},
-    "a mean of 401 digits": {"mean": f"[1{'0' * 400}]"},
-    "an infinite mean": {"mean": "[1e400]"},
-    "no mean": {"mean": "[NaN]"},
-    "a mean of truth values": {"mean": "[true]"},
-    "a mean per pixel": {"mean": "[" + "0.5," * 20_000 + "0.5]"},
-    "a tiny deviation": {"std": "[1e-300]"},
-    "a truth value as channels": {"input_shape": "[true, 28, 28]"},
-    "large images": {"input_shape": "[64, 1024, 1024]"},
-    "images that fill memory": {"input_shape": "[64, 100000, 100000]"},
-    "many large images": {"input_shape": "[1, 1024, 1024]", "examples": "4000"},
-    "no learning rate": {"kind": "delta", "lr": '"0.1"'},
-    "many steps": {"kind": "delta", "lr": "0.1", "local_steps": "1000000000"},
-    "many facts": {f"fact {i}": "1" for i in range(1000)},
-}
-
-
-@pytest.mark.parametrize("model", ["lenet", "smlp", "network"])
-@pytest.mark.parametrize("case", HOSTILE)
-def test_metadata_is_checked_before_memory_is_taken(case: str, model: str, tmp_path: Path, image: Tensor) -> None:
-    """A model with a name is built from the numbers of the file, so its size is compared with the file's first."""
-    metadata = {"input_shape": json.dumps(SHAPE), "num_classes": "4", **HOSTILE[case]}
-    save_file(gradient(network(), image, [LABEL]), tmp_path / "u.safetensors", metadata=metadata)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chosen = network() if model == "network" else model
-    refused(lambda: gv.attack_update(tmp_path / "u.safetensors", chosen, attacks=["rgap"]))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
-
-
-def test_normalisation_is_given_by_channel(elsewhere: Path) -> None:
-    assert main([*COMMAND, "--input-shape", "1,12,12", "--mean", "0.5,0.4", "--std", "0.2"]) == 2
-    assert main([*COMMAND, "--input-shape", "1x12x12", "--mean", "0.5", "--std", "0.25", "--quiet"]) == 0
