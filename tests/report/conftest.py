@@ -173,8 +173,8 @@ def store_cell(folder: Path, cell: dict[str, Any]) -> None:
     """Write the file of a cell, with the hashes of its tensors and of itself."""
     tensors = folder / "tensors" / f"{cell['key']}.safetensors"
     digest = hashlib.sha256(tensors.read_bytes()).hexdigest() if tensors.is_file() else None
-    stored = StoredCell.model_validate_json(json.dumps({**cell, "tensors_sha256": digest})).sealed()
-    (folder / "cells" / f"{stored.key}.json").write_text(stored.model_dump_json(), encoding="utf-8")
+    stored = StoredCell.model_validate_json(json.dumps({**cell, "tensors_sha256": digest}))
+    (folder / "cells" / f"{stored.key}.json").write_text(stored.sealed(), encoding="utf-8")
 
 
 def _write(file: Path, value: Any) -> None:

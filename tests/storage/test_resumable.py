@@ -243,3 +243,23 @@ def test_leftovers_go_and_a_damaged_result_is_told(tmp_path: Path, killed_writer
     file.write_bytes(b"broken")
     with pytest.raises(UserError, match="damaged"):
         trained_once(file, lambda checkpoint: {})
+
+
+@pytest.mark.parametrize("how", ["swapped", "changed", "without a hash"])
+def test_a_network_that_was_exchanged_is_trained_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    for file, value in ((one, 1.0), (two, 2.0)):
+        trained_once(file, lambda checkpoint, value=value: {"w": torch.full((2,), value)})
+    if how == "swapped":
+        one.write_bytes(two.read_bytes())
+    elif how == "changed":
+        content = bytearray(one.read_bytes())
+        content[-1] ^= 1
+        one.write_bytes(content)
+    else:
+        save_file({"w": torch.full((2,), 2.0)}, one)
+    for _ in range(2):  # the second time it is only read
+        assert torch.equal(trained_once(one, lambda checkpoint: {"w": torch.ones(2)})["w"], torch.ones(2))
+    (logged,) = caplog.messages
+    assert logged == f"{one} does not hold what was written; it is trained again."
+    assert torch.equal(trained_once(two, lambda checkpoint: pytest.fail("again"))["w"], torch.full((2,), 2.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -92,6 +93,24 @@ def test_a_changed_number_or_word_in_a_cell_is_noticed(folder: RunFolder, before
     assert folder.read("a") is not None, "spaces do not matter"
     file.write_text(text.replace(before, after))
     refused(folder, "a", "a.json ")
+
+
+def test_a_cell_of_another_version_is_believed_if_it_can_be_read(folder: RunFolder) -> None:
+    file = folder.path / "cells" / "a.json"
+    stored = folder.outcome("a")
+    fields = json.loads(file.read_text())
+    assert fields.pop("sha256") == hashlib.sha256(stored.model_dump_json().encode()).hexdigest()
+    fewer = {name: value for name, value in fields.items() if name not in ("agreement", "events")}
+    for content in (fewer, {**fields, "added_later": [1, "  two  "]}):
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        seal = hashlib.sha256(text.encode()).hexdigest()
+        file.write_text(f'{text[:-1]}, "sha256": "{seal}"}}')
+        assert folder.read("a") == stored
+        file.write_text(f'{text[:-1]}, "sha256": "{seal}"}}'.replace("original", "fed"))
+        refused(folder, "a", "does not hold what was written")
+    text = json.dumps({**fields, "victims": "all"}, separators=(",", ":"))
+    file.write_text(f'{text[:-1]}, "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"}}')
+    refused(folder, "a", "a.json was written by another version of gradveil")
 
 
 def test_cells_under_each_others_names_are_not_believed(folder: RunFolder) -> None:

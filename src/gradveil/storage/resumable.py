@@ -7,6 +7,7 @@ removed when the network is stored. A checkpoint that is damaged or was written 
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.types import Tensors
 from gradveil.storage.files import make_private, remove_leftovers, room_for, write_tensors
-from gradveil.storage.tensor_file import open_tensors, read_tensors
+from gradveil.storage.tensor_file import open_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
 State = dict[str, Any]  # as torch declares the state of modules and optimizers
@@ -40,7 +41,8 @@ Part = Stateful | torch.Generator
 def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> Tensors:
     """The tensors of `file`. Where it does not exist, `train` makes them, and they are stored there.
 
-    `train` receives the path of its checkpoint. Another process that asks for the same file waits.
+    `train` receives the path of its checkpoint. Another process that asks for the same file waits. A file that was
+    changed, or put in the place of another, is replaced: its hash covers its name.
     """
     if file is None:
         return train(None)
@@ -48,15 +50,23 @@ def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> 
     with room_for(file):
         make_private(file.parent)
         with FileLock(f"{file}.lock", mode=0o600):
-            if file.exists():
-                tensors = read_tensors(file)
-            else:
+            stored = _stored(file) if file.exists() else None
+            if stored is None:
                 for target in (file, partial):
                     remove_leftovers(file.parent, target.name)
-                tensors = train(partial)
-                write_tensors(file, tensors)
+                stored = train(partial)
+                write_tensors(file, stored, {"sha256": digest(file.name, stored)})
             partial.unlink(missing_ok=True)
-    return tensors
+    return stored
+
+
+def _stored(file: Path) -> Tensors | None:
+    with open_tensors(file) as content:
+        tensors = content.tensors()
+        if content.metadata.get("sha256") == digest(file.name, tensors):
+            return tensors
+    logging.getLogger("gradveil").warning("%s does not hold what was written; it is trained again.", file)
+    return None
 
 
 class Shuffled:

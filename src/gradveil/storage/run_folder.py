@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import platform
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ MAX_PIXELS = 1 << 26  # of one picture, all channels
 _MARK = "This folder belongs to a run of gradveil. What else lies here stays untouched.\n"
 _PARTS = ("cells", "tensors", "cache")
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
+_BETWEEN = re.compile(rb'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))|\s+', re.DOTALL)  # texts, which stay, and spaces between them
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -83,12 +85,11 @@ class StoredCell(Outcome):
     defense: StorableText
     attack: StorableText
     tensors_sha256: str | None  # of the bytes of its tensors file
-    sha256: str = ""  # of all other fields
 
-    def sealed(self) -> StoredCell:
-        """With the hash of its content."""
-        text = self.model_dump_json(exclude={"sha256"})
-        return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
+    def sealed(self) -> str:
+        """The text of its file: JSON, at its end the SHA-256 of all that stands before."""
+        text = self.model_dump_json(indent=1)
+        return f'{text[:-2]},\n "sha256": "{_text_sha256(text.encode())}"\n}}\n'
 
 
 class Damaged(UserError):
@@ -256,18 +257,26 @@ class RunFolder:
             defense=cell.defense,
             attack=cell.attack,
             tensors_sha256=_sha256(file) if tensors else None,
-        ).sealed()
-        self._write(f"cells/{cell.key}.json", stored)
+        )
+        write_text(self.path / "cells" / f"{cell.key}.json", stored.sealed())
         return stored
 
     def outcome(self, key: str) -> StoredCell:
         """A cell that was done in this run, failures included."""
         file = self._file("cells", f"{key}.json")
-        cell = read_record(file, StoredCell, "delete it and resume the audit")
+        remedy = "delete it and resume the audit"
+        content = _record_content(file, remedy)
+        intact = _is_sealed(content)
+        try:
+            cell = _record(content, StoredCell, file, remedy)
+        except UserError:
+            if intact:
+                raise Damaged(f"{file} was written by another version of gradveil; {remedy}.") from None
+            raise
         if cell.key != key:
-            raise Damaged(f"{file} holds the cell {shown(cell.key)}; delete it and resume the audit.")
-        if cell.sha256 != cell.sealed().sha256:
-            raise Damaged(f"{file} does not hold what was written; delete it and resume the audit.")
+            raise Damaged(f"{file} holds the cell {shown(cell.key)}; {remedy}.")
+        if not intact:
+            raise Damaged(f"{file} does not hold what was written; {remedy}.")
         return cell
 
     def read(self, key: str, say: Callable[[str], object] = lambda _: None) -> StoredCell | None:
@@ -337,17 +346,36 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def _text_sha256(text: bytes) -> str:
+    """Of JSON without the spaces between its parts. It needs no fields, so it holds for the files of every version."""
+    return hashlib.sha256(_BETWEEN.sub(rb"\1", text)).hexdigest()
+
+
+def _is_sealed(text: bytes) -> bool:
+    body, _, seal = _BETWEEN.sub(rb"\1", text).rpartition(b',"sha256":')
+    return seal == f'"{_text_sha256(body + b"}")}"}}'.encode()
+
+
 def read_record(file: Path, model: type[M], remedy: str) -> M:
     """A JSON file as a record, or one clear line."""
+    return _record(_record_content(file, remedy), model, file, remedy)
+
+
+def _record_content(file: Path, remedy: str) -> bytes:
     if file.is_symlink():
         raise UserError(f"{file} is a link, which is not followed; remove it.")
     try:
         content = read_bytes(file, MAX_JSON)
         check_json(content, file)
-        return model.model_validate_json(content)
+        return content
     except UserError as error:
         reason = str(error).removeprefix(f"{file}: ").removesuffix(".")
         raise UserError(f"{file} is damaged, or gradveil did not write it ({reason}); {remedy}.") from None
+
+
+def _record(content: bytes, model: type[M], file: Path, remedy: str) -> M:
+    try:
+        return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = ": ".join([".".join(map(str, first["loc"])), first["msg"].lower()]).removeprefix(": ")
