@@ -38,7 +38,7 @@ ENGINE_DEADLINE = 20.0  # seconds per client and round: an actor that died is st
 CLASSES, SHAPE = 3, (1, 4, 4)
 NOTHING, PROTECTED, LEAK = "nothing left", "the defense's answer left", "SOMETHING ELSE LEFT"
 STOPPED = "nothing left, and the federation stopped"
-ENDS = ("raises a BaseException", "calls sys.exit")  # end the program in which the defense runs, as they ask for
+ENDS = ("raises a BaseException",)  # ends the program in which the defense runs
 T = TypeVar("T")
 
 

@@ -68,6 +68,26 @@ def test_a_stop_that_hangs_can_be_ended(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+@pytest.mark.parametrize("words", [("-m", "gradveil"), ("-c", "import sys, gradveil.__main__ as m; sys.exit(m.main())")])
+def test_an_interrupt_while_the_program_is_imported_is_one_line(words: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+    paths = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    process = subprocess.run(
+        [sys.executable, *words], env=environment, preexec_fn=listen, capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "gradveil: stopped.\n")
+
+
+def test_the_installed_program_catches_it_too() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"gradveil": "gradveil.__main__:main"}
+
+
 def test_a_call_from_python_leaves_the_handler_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     assert main(["--version"]) == 0

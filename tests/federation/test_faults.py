@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ class Broken(Defense):
         name = next(iter(tensors))
         if self.how == "raise":
             raise RuntimeError("out of\nmemory")
+        if self.how == "exit":
+            sys.exit(3)
         if self.how == "refuse":
             raise UserError("this defense does not fit this model.")
         if self.how == "missing":
@@ -48,6 +51,7 @@ class Broken(Defense):
     ("how", "words"),
     [
         ("raise", "raised RuntimeError: out of memory"),
+        ("exit", "raised SystemExit: 3"),
         ("nan", "not finite"),
         ("inf", "not finite"),
         ("missing", "missing"),

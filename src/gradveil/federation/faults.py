@@ -36,7 +36,7 @@ class Failure:
     reason: str
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     """The reason of a client whose code raised an exception."""
     return f"raised {type(error).__name__}: {one_line(error)}"
 

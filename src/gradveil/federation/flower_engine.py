@@ -238,7 +238,7 @@ def _client_app(reference: Clients, deadline: float | None, started: Path) -> Cl
             facts = _Facts(failed=str(error))
         except UserError as error:
             facts = _Facts(refused=str(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             facts = _Facts(failed=raised(error))
         return Message(_content(facts, **tensors), reply_to=message)
 

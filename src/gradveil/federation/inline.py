@@ -74,7 +74,7 @@ def inline(federation: Federation) -> Engine:
                 continue
             except UserError:
                 raise  # not a fault of this client: the settings cannot work
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # code of the user may call sys.exit
                 replies.append(Failure(k, raised(error)))
                 continue
             limit = federation.plan.deadline
