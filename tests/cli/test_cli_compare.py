@@ -61,6 +61,14 @@ def test_slips_show_before_the_audit(gradveil, archive, tmp_path, monkeypatch, o
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_the_user_is_refused_before_the_audit(gradveil, archive, tmp_path):
+    file = tmp_path / "junit.xml"
+    file.write_text("notes")
+    code, out, err = gradveil("audit", "--data", archive, *QUICK, "--out", str(tmp_path / "run"), "--junit", str(file))
+    assert code == 2 and out == "" and err.count("\n") == 1 and "gradveil did not write it" in err
+    assert file.read_text() == "notes" and list(tmp_path.iterdir()) == [file]
+
+
 def test_list_without_a_kind_is_a_map_of_everything(gradveil):
     code, out, _ = gradveil("list")
     heads = [line for line in out.splitlines() if line and not line.startswith(" ")]

@@ -263,6 +263,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["found_on"]["model"] == "lenet" and found["search"]["seed"] == 1
     assert found["privacy"]["best"] <= found["privacy"]["median"]
     assert parse(f"ats:policy={out}").policies() == parse_policies(found["policy"])
+    out.write_text('{"of": "the user"}')
+    assert main(["search", *options, "--out", str(out)]) == 2
+    assert "found.json is there already, and gradveil did not write it" in capsys.readouterr().err
+    assert out.read_text() == '{"of": "the user"}'
     assert main(["search", *options, "--candidates", "1"]) == 2
     assert "candidates" in capsys.readouterr().err
 

@@ -125,8 +125,13 @@ def test_the_page_is_text_and_fetches_nothing(run: Callable[..., Path], tmp_path
     page = compare(a, b).save(tmp_path / "deep" / "page.html").read_text()
     assert "<img" not in page and "&lt;img" in page and "leaks less" in page
     assert "http:" not in page and "https:" not in page and "<script" not in page
+    assert compare(b, a).save(tmp_path / "deep" / "page.html").read_text() != page, "our own page is replaced"
     with pytest.raises(UserError, match="is a folder"):
         compare(a, b).save(tmp_path)
+    (tmp_path / "index.html").write_text("<!doctype html>of the user")
+    with pytest.raises(UserError, match="index.html is there already, and gradveil did not write it"):
+        compare(a, b).save(tmp_path / "index.html")
+    assert (tmp_path / "index.html").read_text() == "<!doctype html>of the user"
 
 
 @pytest.mark.parametrize("n", [8, 30])

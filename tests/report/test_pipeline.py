@@ -58,6 +58,18 @@ def test_a_folder_is_no_file(parsed: Parsed, summary: dict[str, Any], tmp_path: 
         write_junit(parsed(summary), {}, tmp_path)
 
 
+def test_a_file_of_the_user_stays(parsed: Parsed, summary: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    for text in ('<testsuites name="pytest"/>', "notes"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="junit.xml is there already, and gradveil did not write it"):
+            write_junit(parsed(summary), {}, file)
+        assert file.read_text() == text
+    file.write_text("")
+    for _ in range(2):  # an empty file holds nothing, and our own is replaced
+        assert ET.parse(write_junit(parsed(summary), {}, file)).getroot().get("name") == "gradveil"
+
+
 def test_annotations_are_one_escaped_line_each(parsed: Parsed, summary: dict[str, Any]) -> None:
     summary["warnings"] = [{"code": "no-classes", "text": "100% sure?\n::error::forged"}]
     summary["defenses"][2]["verdict"] = "leaks"

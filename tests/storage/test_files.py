@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import stat
 from importlib import resources
@@ -20,7 +21,17 @@ from gradveil import cli
 from gradveil.auditing.spec import read_spec
 from gradveil.core.errors import UserError
 from gradveil.models import build
-from gradveil.storage.files import LOCK, DiskFull, alone_in, no_space, remove_leftovers, write_atomic, write_tensors, write_text
+from gradveil.storage.files import (
+    LOCK,
+    DiskFull,
+    alone_in,
+    check_replaceable,
+    no_space,
+    remove_leftovers,
+    write_atomic,
+    write_tensors,
+    write_text,
+)
 
 SHAPE = {"input_shape": (1, 4, 4), "num_classes": 2}
 
@@ -191,3 +202,18 @@ def test_no_tensor_file_is_written_under_a_name_that_is_not_ours() -> None:
     """Given a path, safetensors makes a temporary file of its own, which would stay after a kill."""
     for file in Path(gradveil.__file__).parent.rglob("*.py"):
         assert not re.search(r"\b(save_file|serialize_file)\b", file.read_text(encoding="utf-8")), file
+
+
+def test_only_files_with_the_mark_are_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "page"
+    check_replaceable(file, "<ours>")
+    for text in ("", "a <ours> b"):
+        file.write_text(text)
+        check_replaceable(file, "<ours>")
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "other").write_text("<theirs>")
+    for name in ("link", "pipe", "other"):
+        with pytest.raises(UserError, match=f"{name} is there already, and gradveil did not write it"):
+            check_replaceable(tmp_path / name, "<ours>")

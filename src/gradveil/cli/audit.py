@@ -32,7 +32,7 @@ class Gate:
     """What a build server asks of an audit."""
 
     fail_if: tuple[str, ...] = Field(default=(), description="Exit code 1 if it holds for a defense; repeat.")
-    junit: Path | None = Field(default=None, description="File for JUnit XML: one suite per defense.")
+    junit: Path | None = Field(default=None, description="File for JUnit XML: one suite per defense; only our own is replaced.")
     annotations: Literal["github"] | None = Field(default=None, description="github: print its annotations.")
 
     def conditions(self, spec: AuditSpec) -> list[Condition]:

@@ -26,7 +26,7 @@ def command(
     b: Annotated[Path, typer.Argument(help="Folder of the audit to compare it with.", metavar="B")],
     across: Annotated[Texts, typer.Option(help="Term in which the cases may differ, such as budget; repeat.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Also attacks without a clear change.")] = False,
-    out: Annotated[File, typer.Option(help="Write a page with all of it to this file.")] = None,
+    out: Annotated[File, typer.Option(help="Write a page with all of it to this file; only our own is replaced.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     """Show what changed from audit A to audit B, for every defense and attack, and what is within noise.

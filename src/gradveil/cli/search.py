@@ -15,7 +15,7 @@ from gradveil.core.text import plain
 from gradveil.data import load
 from gradveil.defenses.data.ats.search import Search, search_policy
 from gradveil.processes.worker import cores
-from gradveil.storage.files import write_json
+from gradveil.storage.files import check_replaceable, write_json
 
 
 def command(
@@ -23,7 +23,9 @@ def command(
     model: Annotated[str, typer.Option(help="Name, or pkg.mod:factory.")] = "lenet",
     *,
     search: Search,
-    out: Annotated[Path, typer.Option(help="The policy's .json file, or a folder.")] = Path("ats-policy.json"),
+    out: Annotated[Path, typer.Option(help="The policy's .json file, or a folder; only our own file is replaced.")] = Path(
+        "ats-policy.json"
+    ),
     workers: Annotated[int | None, typer.Option(help="Processes. [one per core]", metavar="N")] = None,
     quiet: Quiet = False,
 ) -> int:
@@ -36,6 +38,7 @@ def command(
     shape, classes = images.input_shape, images.num_classes
     module = models.build(model, input_shape=shape, num_classes=classes, seed=search.seed)
     file = out if out.suffix == ".json" else out / "policy.json"
+    check_replaceable(file, '"found_on"')
     torch.set_num_threads(1)  # the workers have the other cores, and a resumed search must compute the same numbers
     with progress_bar("searching", quiet) as show:
         try:

@@ -20,7 +20,7 @@ from gradveil.report import words
 from gradveil.report.intervals import interval
 from gradveil.report.page import page
 from gradveil.report.pictures import attacked
-from gradveil.storage.files import write_text
+from gradveil.storage.files import check_replaceable, write_text
 from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import DefenseRow, Summary
 
@@ -142,6 +142,7 @@ class Comparison:
         file = Path(file)
         if file.is_dir():
             raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
+        check_replaceable(file, '<meta name="generator" content="gradveil compare">')
         write_text(file, page("compare.html.j2", comparison=self, names=METRICS))
         return file
 

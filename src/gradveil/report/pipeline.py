@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
 from gradveil.report import words
-from gradveil.storage.files import write_text
+from gradveil.storage.files import check_replaceable, write_text
 from gradveil.summary import LEAKS, AttackRow, DefenseRow, Summary
 
 Failures = Mapping[str, Sequence[str]]  # by condition, the defenses for which it holds
@@ -34,6 +34,7 @@ def check_file(file: str | Path) -> Path:
     """Said before an audit begins, not after it."""
     if Path(file).is_dir():
         raise UserError(f"{file} is a folder; --junit names a file, such as junit.xml.")
+    check_replaceable(Path(file), '<testsuites name="gradveil"')
     return Path(file)
 
 

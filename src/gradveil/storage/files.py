@@ -21,6 +21,7 @@ from gradveil.storage.reading import read_bytes, read_json
 
 LOCK = ".gradveil.lock"
 MAX_INDEXED = 1 << 32  # bytes of a file that an index lists
+MAX_MARKED = 1 << 28  # bytes of a file in which a mark is looked for
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _TEMPORARY = re.compile(r"(\.gradveil-[0-9a-f]{8}-)[a-z0-9_]{8}\.part")  # no other program makes such names
 
@@ -154,6 +155,18 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def check_replaceable(file: Path, mark: str) -> None:
+    """Refuse a file that is there already, unless it is empty, or has the mark that gradveil gives to files of its kind."""
+    if not os.path.lexists(file):
+        return
+    try:
+        ours = not file.is_symlink() and (not (content := read_bytes(file, MAX_MARKED)) or mark.encode() in content)
+    except UserError:  # too large, or not a regular file
+        ours = False
+    if not ours:
+        raise UserError(f"{file} is there already, and gradveil did not write it; remove it, or choose another name.")
 
 
 def write_indexed(folder: Path, files: Mapping[str, bytes], index: str, facts: Mapping[str, object]) -> None:
