@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ def test_a_claimed_counter_takes_part_reads_the_image_and_is_shown_as_claimed(di
     assert "audit_methods:ReadsOthers" in notices["claimed-counter"]
     assert "audit_methods:Nothing" in notices["unknown-counter"]
     assert "claimed counter" in page and "#claimed-counter" in page
+    assert "no counter; claimed: linear and audit_methods:ReadsOthers" in re.sub(r"\s+", " ", html.unescape(page))
     print_summary(summary, Console(width=200))
     assert "which does not suffice: linear, audit_methods:ReadsOthers" in capsys.readouterr().out
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PARTS = tuple(Statistic.model_fields)
 _NESTED = {**dict.fromkeys(("psnr", "ssim", "mse", "lpips"), _PARTS), "identified": tuple(Rate.model_fields)}
-_FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "updates", "scored", "failed")
+_FIRST = ("defense", "attack", "against", "knowledge", "status", "adaptive", "claimed", "updates", "scored", "failed")
 
 
 @dataclass(frozen=True, repr=False, eq=False)

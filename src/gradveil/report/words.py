@@ -109,7 +109,7 @@ def verdict_sentence(defense: DefenseRow) -> str:
         return f"This audit cannot tell: {clause}; {_doubt(defense)}."
     if defense.verdict == NO_LEAK:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
-    weak = "no attack that is built to break this defense ran, so the evidence is weak"
+    weak = "for the defense or a part of it no attack ran that is built to break it, so the evidence is weak"
     return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
 
 
