@@ -46,7 +46,7 @@ class Place:
             text=True,
             errors="replace",
             capture_output=True,
-            timeout=CLOCK,
+            timeout=CLOCK if limited else 3 * CLOCK,
             stdin=subprocess.DEVNULL,
             preexec_fn=_limits if limited else None,
             check=False,

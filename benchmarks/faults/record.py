@@ -24,6 +24,11 @@ def record(title: str, script: str, lines: list[str]) -> None:
     PAGE.write_text(HEAD + "".join(f"\n## {t}\n\n{sections[t]}" for t in titles), encoding="utf-8")
 
 
+def recorded(title: str) -> str:
+    """The section as it is, or nothing."""
+    return _sections().get(title, "")
+
+
 def _sections() -> dict[str, str]:
     if not PAGE.exists():
         return {}
