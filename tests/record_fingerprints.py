@@ -111,12 +111,14 @@ def covered() -> dict[str, tuple[int, set[Path]]]:
     from gradveil.attacks import registry as attacks
     from gradveil.auditing import case
     from gradveil.defenses import registry as defenses
+    from gradveil.metrics import direct_look
     from gradveil.metrics.registry import registered
 
     shared, others = files(PROTOCOL) - files(PROTOCOL_WITHOUT), files(OTHERS)
     methods = {f"attack {c.name}": c for c in attacks} | {f"defense {c.name}": c for c in defenses}
     versions = {name: (cls.version, cls.__module__) for name, cls in methods.items()}
     versions |= {f"metric {m.name}": (m.version, m.measure.__module__) for m in registered()}
+    versions["direct look"] = (direct_look.VERSION, direct_look.__name__)
     own_files = {name: (version, files_of(module, shared | others)) for name, (version, module) in versions.items()}
     return {"protocol": (case.PROTOCOL, shared), **dict(sorted(own_files.items()))}
 

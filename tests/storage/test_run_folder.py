@@ -87,10 +87,8 @@ def test_a_damaged_cell_is_done_again_and_refused_by_reports(folder: RunFolder, 
 )
 def test_a_changed_number_or_word_in_a_cell_is_noticed(folder: RunFolder, before: str, after: str) -> None:
     file = folder.path / "cells" / "a.json"
-    text = file.read_text().replace('"asr":', '"asr": ').replace("  ", " ")
-    assert before in text
-    file.write_text(text)
-    assert folder.read("a") is not None, "spaces do not matter"
+    text = file.read_text()
+    assert before in text and folder.read("a") is not None
     file.write_text(text.replace(before, after))
     refused(folder, "a", "a.json ")
 
@@ -99,17 +97,19 @@ def test_a_cell_of_another_version_is_believed_if_it_can_be_read(folder: RunFold
     file = folder.path / "cells" / "a.json"
     stored = folder.outcome("a")
     fields = json.loads(file.read_text())
-    assert fields.pop("sha256") == hashlib.sha256(stored.model_dump_json().encode()).hexdigest()
+    assert fields.pop("sha256")
+
+    def sealed(content: dict[str, object]) -> str:
+        text = json.dumps(content, indent=1).removesuffix("\n}")
+        return f'{text},\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
+
     fewer = {name: value for name, value in fields.items() if name not in ("agreement", "events")}
     for content in (fewer, {**fields, "added_later": [1, "  two  "]}):
-        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-        seal = hashlib.sha256(text.encode()).hexdigest()
-        file.write_text(f'{text[:-1]}, "sha256": "{seal}"}}')
+        file.write_text(sealed(content))
         assert folder.read("a") == stored
-        file.write_text(f'{text[:-1]}, "sha256": "{seal}"}}'.replace("original", "fed"))
+        file.write_text(sealed(content).replace("original", "fed"))
         refused(folder, "a", "does not hold what was written")
-    text = json.dumps({**fields, "victims": "all"}, separators=(",", ":"))
-    file.write_text(f'{text[:-1]}, "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"}}')
+    file.write_text(sealed({**fields, "victims": "all"}))
     refused(folder, "a", "a.json was written by another version of gradveil")
 
 

@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import platform
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,9 +35,9 @@ MAX_TENSOR_BYTES = 1 << 40  # of a cell's file in an audit
 MAX_PICTURE_BYTES = 1 << 30  # of a cell's file from which a page takes pictures
 MAX_PIXELS = 1 << 26  # of one picture, all channels
 _MARK = "This folder belongs to a run of gradveil. What else lies here stays untouched.\n"
+_SEAL = b',\n "sha256": '  # before the hash of all that stands before it
 _PARTS = ("cells", "tensors", "cache")
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
-_BETWEEN = re.compile(rb'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))|\s+', re.DOTALL)  # texts, which stay, and spaces between them
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -88,8 +87,8 @@ class StoredCell(Outcome):
 
     def sealed(self) -> str:
         """The text of its file: JSON, at its end the SHA-256 of all that stands before."""
-        text = self.model_dump_json(indent=1)
-        return f'{text[:-2]},\n "sha256": "{_text_sha256(text.encode())}"\n}}\n'
+        text = self.model_dump_json(indent=1).removesuffix("\n}")
+        return f'{text}{_SEAL.decode()}"{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
 
 
 class Damaged(UserError):
@@ -346,14 +345,10 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _text_sha256(text: bytes) -> str:
-    """Of JSON without the spaces between its parts. It needs no fields, so it holds for the files of every version."""
-    return hashlib.sha256(_BETWEEN.sub(rb"\1", text)).hexdigest()
-
-
-def _is_sealed(text: bytes) -> bool:
-    body, _, seal = _BETWEEN.sub(rb"\1", text).rpartition(b',"sha256":')
-    return seal == f'"{_text_sha256(body + b"}")}"}}'.encode()
+def _is_sealed(content: bytes) -> bool:
+    """Whether the hash at the end is that of the text before it. It needs no fields, so it holds for every version."""
+    text, _, seal = content.rpartition(_SEAL)
+    return seal.strip() == f'"{hashlib.sha256(text).hexdigest()}"\n}}'.encode()
 
 
 def read_record(file: Path, model: type[M], remedy: str) -> M:
