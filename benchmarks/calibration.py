@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
+from gradveil.core.randomness import seeded
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet, load
 from gradveil.defenses.base import Defense, Step
@@ -39,10 +43,9 @@ from gradveil.storage.files import write_json
 from gradveil.storage.run_folder import RunFolder
 
 SIZE = 0.01  # of the entries of an update that holds nothing
-VICTIMS = {1: 32, 8: 8}  # by batch size
 PLANTED = {1: (3, 8, 16), 8: (1,)}  # exact images: 10%, 25% and 50% of 32; one of 64
-ATTACKS = {"closed": ("linear", "rgap"), "imprint": ("imprint",), "suite": ("standard",)}
-MODELS = {"closed": "smlp", "imprint": "lenet", "suite": "lenet"}  # in `smlp` both closed forms apply, at every batch size
+ATTACKS = {"closed": ("linear",), "imprint": ("imprint",), "suite": ("standard",)}
+VICTIMS = {(1, False): 32, (8, False): 8, (1, True): 6, (8, True): 2}  # by batch size, and whether it is the suite
 OUTSIDE = 5  # every fifth private image of a class is kept out of the audit
 
 
@@ -102,14 +105,17 @@ def nulls(outside: Batch) -> list[Defense]:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def digits() -> DataSet:
     return load("mnist-5k")
 
 
+@cache
 def objects() -> DataSet:
     return load("cifar10")
 
 
+@cache
 def chest() -> DataSet:
     """The two kinds of chest images of MedNIST: X-rays and slices."""
     data = load("mednist")
@@ -123,6 +129,7 @@ def chest() -> DataSet:
     return replace(data, name="chest", **parts, num_classes=2, class_names=("CXR", "ChestCT"))
 
 
+@cache
 def dark() -> DataSet:
     """Digits of the three darkest of 256 levels: every SSIM is high."""
     data = digits()
@@ -144,6 +151,13 @@ def apart(data: DataSet) -> tuple[DataSet, Batch]:
     return replace(data, private=data.private[~outside]), data.private[outside]
 
 
+def small_network(data: DataSet) -> nn.Module:
+    """A network whose updates take little time to store, as there are thousands of audits."""
+    with seeded(0, "calibration"):
+        pixels = math.prod(data.input_shape)
+        return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 24), nn.ReLU(), nn.Linear(24, data.num_classes))
+
+
 # -- one part ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +169,10 @@ class Part:
     batch: int
     attacks: str
     seed: int
+
+    @property
+    def victims(self) -> int:
+        return VICTIMS[self.batch, self.attacks == "suite"]
 
     @property
     def file(self) -> str:
@@ -170,10 +188,10 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 100, victims:
         make_spec(
             {
                 "data": audited,
-                "model": MODELS[part.attacks],
+                "model": small_network(audited),
                 "defenses": nulls(outside),
                 "attacks": list(ATTACKS[part.attacks]),
-                "victims": victims or VICTIMS[part.batch],
+                "victims": victims or part.victims,
                 "batch_size": part.batch,
                 "seed": part.seed,
             }
@@ -189,7 +207,8 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 100, victims:
     redrawn = {spec: redraw(case, table, part.seed, draws) for spec, table in tables.items()}
     planted = {}
     if (table := tables.get("stranger")) is not None:
-        planted = {str(n): redraw(case, table, part.seed, draws // 2, n) for n in PLANTED[part.batch]}
+        images = case.spec.victims * part.batch
+        planted = {str(n): redraw(case, table, part.seed, draws // 2, n) for n in PLANTED[part.batch] if n <= images // 2}
     return {
         "verdicts": verdicts,
         "p": p_values,
@@ -243,14 +262,14 @@ def redraw(case: Case, table: Numbers, seed: int, draws: int, planted: int = 0) 
 
 
 def do(part: Part, store: Path, draws: int) -> str:
-    write_json(store / part.file, {**vars(part), **run_part(part, draws=draws)})
+    write_json(store / part.file, {**vars(part), "victims": part.victims, **run_part(part, draws=draws)})
     return part.file
 
 
 def run(options: argparse.Namespace) -> None:
     first, last = map(int, options.seeds.split(":"))
-    grid = product(options.data, options.batch, options.attacks, range(first, last))
-    missing = [part for values in grid if not (options.store / (part := Part(*values)).file).exists()]
+    grid = [Part(*names, seed) for seed, *names in product(range(first, last), options.data, options.batch, options.attacks)]
+    missing = [part for part in grid if not (options.store / part.file).exists()]
     print(f"{len(missing)} parts to do", flush=True)
     options.store.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(options.workers) as pool:
@@ -291,7 +310,7 @@ def page(parts: Sequence[dict[str, object]]) -> Iterable[str]:
     leaks: dict[tuple[str, ...], list[dict]] = {}
     for part in parts:
         for count in part["planted"]:
-            images = f"{count} of {VICTIMS[part['batch']] * part['batch']}"
+            images = f"{count} of {part['victims'] * part['batch']}"
             leaks.setdefault((part["data"], str(part["batch"]), part["attacks"], images), []).append(part)
     for names, members in sorted(leaks.items()):
         seen = sum(m["planted"][names[3].partition(" ")[0]] for m in members)
@@ -313,7 +332,7 @@ def main() -> None:
     for command in (running, writing):
         command.add_argument("--store", type=Path, required=True, help="folder of the parts that are done")
     running.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    running.add_argument("--batch", nargs="+", type=int, choices=VICTIMS, default=list(VICTIMS))
+    running.add_argument("--batch", nargs="+", type=int, choices=PLANTED, default=list(PLANTED))
     running.add_argument("--attacks", nargs="+", choices=ATTACKS, default=["closed", "imprint"])
     running.add_argument("--seeds", default="1000:1060", help="first:last, the last one excluded")
     running.add_argument("--draws", type=int, default=100, help="draws per part and kind of update")

@@ -35,7 +35,7 @@ def test_null_audits_keep_the_level_and_open_ones_always_leak(
     calibration: ModuleType, shapes: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(calibration.DATA, "shapes", lambda: shapes)
-    monkeypatch.setattr(calibration, "VICTIMS", {1: 16, 8: 3})
+    monkeypatch.setattr(calibration, "VICTIMS", {(1, False): 16, (8, False): 3})
     for batch, seed in ((1, 0), (1, 1), (8, 0), (8, 1)):
         part = calibration.Part("shapes", batch, "closed", seed)
         assert calibration.do(part, tmp_path, draws=100) == part.file
