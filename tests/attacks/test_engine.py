@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -218,6 +219,18 @@ def test_labels_can_be_unknowns_under_either_kind_of_optimiser(
     limited = Problem(target_of(seen), match)  # the same draws again
     limited.at_once = 1
     assert torch.allclose(solve(limited, start=inputs(target, truth)).value, solution.value, rtol=1e-2, atol=1e-5)
+
+
+def test_the_memory_of_a_machine_does_not_change_the_rows_of_a_computation(observe_victims: Callable) -> None:
+    """With another number of rows sums are rounded differently, and a search may end elsewhere."""
+    small, large = (target_of(observe_victims(model=model, victims=2)[0]) for model in ("lenet", "smlp"))
+    assert small.rows_at_once > 100 and 2 <= large.rows_at_once <= 10
+    for target in (small, large):
+        rows = target.rows_at_once
+        for memory in (2**28, 2**32, 2**36):
+            assert dataclasses.replace(target, memory=memory).rows_at_once == rows
+        assert dataclasses.replace(target, memory=2**26).rows_at_once <= max(1, rows // 4)
+        assert dataclasses.replace(target, memory=2**20).rows_at_once <= 8
 
 
 # -- company -----------------------------------------------------------------------------------------------------------

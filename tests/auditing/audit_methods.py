@@ -93,7 +93,7 @@ class Hungry(Attack):
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
         try:
-            rows = min(target.rows_at_once or target.shape[0], target.shape[0])
+            rows = min(target.rows_at_once, target.shape[0])
             torch.ones(self.least(rows) * 200 * 2**20 // 4)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)

@@ -31,6 +31,7 @@ from gradveil.core.types import LocalTraining, Tensors, hard_labels
 from gradveil.defenses.base import Defense
 
 Targets = Literal["classes", "any", "unused"]
+TOGETHER = 2**28  # bytes of one batched computation; more at once is no faster on a CPU
 
 
 @dataclass
@@ -87,9 +88,13 @@ class Target:
         return Workload(self.task, self.budget, self.knowledge.batch_size, self.training, images)
 
     @property
-    def rows_at_once(self) -> int | None:
-        """How many rows of victims · restarts fit the memory; None where there is no limit."""
-        return None if self.memory is None else max(1, self.memory // row_bytes(self.workload))
+    def rows_at_once(self) -> int:
+        """How many rows of victims · restarts are computed together: the same on all machines, unless memory is short.
+
+        Sums over other numbers of rows are rounded differently, and a long search may end elsewhere for that.
+        """
+        size = row_bytes(self.workload)
+        return max(1, min(TOGETHER, self.memory or TOGETHER) // size)
 
     @property
     def sightings(self) -> int:

@@ -240,9 +240,9 @@ def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> 
     spec, limits = work.case.spec, work.limits
     memory = limits.memory
     if limits.second_try:
-        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), TorchStream())
-        taken = row_bytes(whole.workload) * len(observations) * attack.cost(whole.workload).rows
-        memory = min(taken, memory or taken) // 2
+        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), TorchStream(), memory=memory)
+        rows = min(whole.rows_at_once, len(observations) * attack.cost(whole.workload).rows)
+        memory = row_bytes(whole.workload) * rows // 2
     run = partial(attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache)
     if limits.device == CPU:
         return run(observations)

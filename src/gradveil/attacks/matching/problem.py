@@ -72,14 +72,14 @@ class Problem:
         self.names = [n for n in target.model.trainable if insight.keep is None or n in insight.keep]
         self.observed = [self._weighted(target.updates(i), None) for i in range(target.sightings)]
         self.states = [sighting.state for sighting in target.first.seen]
-        self.at_once = target.rows_at_once or len(self.rows)  # rows that fit the memory
+        self.at_once = target.rows_at_once
 
     def __call__(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Value per row, and its gradient by the images. `index` numbers the rows of `x`; None: all rows."""
         return self.differentiate(self.value, x, index)
 
     def differentiate(self, value: Callable[[Tensor, Rows], Tensor], z: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value per row of unknowns and its gradient, for as many rows at a time as fit the memory."""
+        """Value per row of unknowns and its gradient, for a limited number of rows at a time."""
         if len(z) > self.at_once:
             parts = [self.differentiate(value, z[part], picked) for part, picked in self._parts(len(z), index)]
             return torch.cat([v for v, _ in parts]), torch.cat([g for _, g in parts])
@@ -123,7 +123,7 @@ class Problem:
             return torch.cat([self.mismatch(x[part], rows.at(picked)) for part, picked in self._parts(len(x), None)])
 
     def _parts(self, count: int, index: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Rows that fit the memory together: their place in `z`, and their numbers in the problem."""
+        """Rows that are computed together: their place in `z`, and their numbers in the problem."""
         every = torch.arange(count) if index is None else index
         for start in range(0, count, self.at_once):
             part = slice(start, start + self.at_once)
