@@ -45,7 +45,7 @@ from gradveil.storage.run_folder import RunFolder
 SIZE = 0.01  # of the entries of an update that holds nothing
 PLANTED = {1: (3, 8, 16), 8: (1,)}  # exact images: 10%, 25% and 50% of 32; one of 64
 ATTACKS = {"closed": ("linear",), "imprint": ("imprint",), "suite": ("standard",)}
-VICTIMS = {(1, False): 32, (8, False): 8, (1, True): 6, (8, True): 2}  # by batch size, and whether it is the suite
+VICTIMS = {(1, False): 32, (8, False): 8, (1, True): 4, (8, True): 1}  # by batch size, and whether it is the suite
 OUTSIDE = 5  # every fifth private image of a class is kept out of the audit
 
 
@@ -272,6 +272,7 @@ def run(options: argparse.Namespace) -> None:
     missing = [part for part in grid if not (options.store / part.file).exists()]
     print(f"{len(missing)} parts to do", flush=True)
     options.store.mkdir(parents=True, exist_ok=True)
+    os.environ["GRADVEIL_CACHE"] = str(options.store / "cache")  # what attacks learn from public images holds for all seeds
     with ProcessPoolExecutor(options.workers) as pool:
         for done in [pool.submit(do, part, options.store, options.draws) for part in missing]:
             print(done.result(), flush=True)

@@ -3,7 +3,7 @@
     python benchmarks/odd_defenses.py run --store DIR
     python benchmarks/odd_defenses.py write --store DIR
 
-`run` audits the defenses of `odd_catalogue.py` that are not stored yet, one part per defense. Each of its processes keeps
+`run` audits the defenses of `odd_gradients.py` and `odd_images.py` that are not stored yet, one part per defense. Each of its processes keeps
 one run folder, so that the undefended control is computed once. `write` puts all stored parts into
 docs/results/odd_defenses.md.
 """
@@ -20,6 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypedDict, get_args
 
+import odd_gradients  # noqa: F401  (it registers defenses)
+import odd_images  # noqa: F401
 import torch
 from odd_catalogue import ENTRIES, Odd
 
@@ -36,10 +38,10 @@ from gradveil.summary import CONTROL, LEAKS, NO_LEAK, Verdict
 
 SETTINGS: Mapping[str, object] = {
     "data": "mnist-5k",
-    "model": "lenet",
+    "model": "odd_catalogue:small_network",
     "attacks": ["standard"],
     "budget": "quick",
-    "victims": 8,
+    "victims": 4,
     "seed": 100,
 }
 

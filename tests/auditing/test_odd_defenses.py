@@ -39,7 +39,7 @@ def _sent(benchmark: ModuleType, case: Case, name: str, batches: list[Batch]) ->
 def test_updates_that_hold_nothing_do_not_depend_on_the_image(
     benchmark: ModuleType, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("odd_catalogue"), "PAUSE", 0.0)
+    monkeypatch.setattr(importlib.import_module("odd_gradients"), "PAUSE", 0.0)
     case = _case(shapes)
     one = case.batch(0)
     other = Batch(1 - one.x, one.y)
