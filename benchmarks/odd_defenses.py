@@ -3,8 +3,8 @@
     python benchmarks/odd_defenses.py run --store DIR
     python benchmarks/odd_defenses.py write --store DIR
 
-`run` audits the defenses of `odd_gradients.py` and `odd_images.py` that are not stored yet, one part per defense. Each of its processes keeps
-one run folder, so that the undefended control is computed once. `write` puts all stored parts into
+`run` audits the defenses of `odd_gradients.py` and `odd_images.py` that are not stored yet, one part per defense. Each of
+its processes keeps one run folder, so that the undefended control is computed once. `write` puts all stored parts into
 docs/results/odd_defenses.md.
 """
 
