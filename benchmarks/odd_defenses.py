@@ -11,8 +11,6 @@ docs/results/odd_defenses.md.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +22,7 @@ import odd_gradients  # noqa: F401  (it registers defenses)
 import odd_images  # noqa: F401
 import torch
 from odd_catalogue import ENTRIES, Odd
+from stored_parts import command_line
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
@@ -170,27 +169,10 @@ def listed(names: Sequence[str]) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def write(options: argparse.Namespace) -> None:
-    parts = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.store.glob("*.json"))}
-    options.out.write_text("\n".join(page(parts)) + "\n", encoding="utf-8")
-    print(options.out.read_text(encoding="utf-8"))
-
-
-def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    running, writing = commands.add_parser("run"), commands.add_parser("write")
-    for command in (running, writing):
-        command.add_argument("--store", type=Path, required=True, help="folder of the parts that are done")
+def add_options(running: argparse.ArgumentParser) -> None:
     running.add_argument("--only", nargs="+", choices=[CONTROL, *ENTRIES], help="these defenses alone")
     running.add_argument("--workers", type=int, choices=(1, 2), default=2)
-    running.set_defaults(act=run)
-    writing.add_argument("--out", type=Path, default=Path("docs/results/odd_defenses.md"))
-    writing.set_defaults(act=write)
-    options = parser.parse_args()
-    options.act(options)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, run, page, "odd_defenses.md", add_options)

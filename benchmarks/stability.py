@@ -11,7 +11,6 @@ puts all stored parts into docs/results/stability.md.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+from stored_parts import command_line
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
@@ -144,25 +144,9 @@ def page(parts: Sequence[Part]) -> Iterable[str]:
         yield f"| {defense} | {seed} | {' | '.join(said)} | {shown} |"
 
 
-def write(options: argparse.Namespace) -> None:
-    parts = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.store.glob("*.json"))]
-    options.out.write_text("\n".join(page(parts)) + "\n", encoding="utf-8")
-    print(options.out.read_text(encoding="utf-8"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    running, writing = commands.add_parser("run"), commands.add_parser("write")
-    for command in (running, writing):
-        command.add_argument("--store", type=Path, required=True, help="folder of the parts that are done")
+def add_options(running: argparse.ArgumentParser) -> None:
     running.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    running.set_defaults(act=run)
-    writing.add_argument("--out", type=Path, default=Path("docs/results/stability.md"))
-    writing.set_defaults(act=write)
-    options = parser.parse_args()
-    options.act(options)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, run, lambda parts: page(list(parts.values())), "stability.md", add_options)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,15 +19,10 @@ from gradveil.data import DataSet
 KINDS = ("noise-alone", "stranger", "other-class", "constant")
 
 
-@pytest.fixture(scope="module")
-def calibration() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "calibration.py"
-    spec = importlib.util.spec_from_file_location("calibration", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["calibration"] = module  # its dataclass looks for it there
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def calibration(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("calibration")
 
 
 def test_null_audits_keep_the_level_and_open_ones_always_leak(
