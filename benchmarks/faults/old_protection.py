@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 from old_case import TRAIN, Place, case
 
@@ -40,18 +41,7 @@ guard.backward(x, y); torch.optim.SGD(guard.model.parameters(), lr=0.1).step()
 report(guard.reply)
 """
 MOD = "report(lambda: flower.mod(defense)(message(net.state_dict()), context, handler))\n"
-STRANGER = """
-import os, sys
-for name in [n for n in os.environ if n.startswith("RAY_AUTH")]:
-    del os.environ[name]
-os.environ["HOME"] = sys.argv[2]
-import ray
-try:
-    ray.init(address=sys.argv[1], log_to_driver=False)
-    print("in")
-except Exception as error:
-    print("refused", type(error).__name__)
-"""
+STRANGER = str(Path(__file__).with_name("ray_stranger.py"))
 WATCHED = """
 import os, runpy, signal, socket, subprocess, sys, threading, time
 listener, requests, words = socket.create_server(("127.0.0.1", 0)), [], []
@@ -63,7 +53,7 @@ def watch():
     while not (ray := sys.modules.get("ray")) or not getattr(ray, "is_initialized", bool)():
         time.sleep(0.1)
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", STRANGER, address, os.getcwd()]
+    command = [sys.executable, STRANGER, address, os.getcwd()]
     words.append(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip())
     os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for its background jobs

@@ -7,19 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
-STRANGER = """
-import os, sys
-for name in [n for n in os.environ if n.startswith("RAY_AUTH")]:
-    del os.environ[name]
-os.environ["HOME"] = sys.argv[2]
-import ray
-try:
-    ray.init(address=sys.argv[1], log_to_driver=False)
-    print("in")
-except Exception as error:
-    print("refused", type(error).__name__)
-"""
+STRANGER = Path(__file__).parents[2] / "benchmarks" / "faults" / "ray_stranger.py"
 
 
 def listening(port: int) -> set[str]:
@@ -57,7 +47,7 @@ def main(home: str) -> None:
     print("listens", *listening(int(address.split(":")[1])))
     actor = ray.remote(lambda: os.environ["http_proxy"])
     print("proxy", os.environ["http_proxy"] == ray.get(actor.remote()) == proxy)
-    command = [sys.executable, "-c", STRANGER, address, home]
+    command = [sys.executable, str(STRANGER), address, home]
     print("stranger", subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.strip())
     ray.shutdown()
     print("requests", requests)
