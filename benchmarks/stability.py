@@ -130,7 +130,7 @@ def page(parts: Sequence[Part]) -> Iterable[str]:
     numbers = [key for key, group in complete.items() if len({part["p"] for part in group.values()}) > 1]
     yield from ("# Stability of the verdict", "")
     yield f"Written by `benchmarks/stability.py write` from {len(complete)} audits, each computed in {len(VARIANTS)} ways:"
-    yield f"{', '.join(VARIANTS)}. Settings: {', '.join(f'{name} {value}' for name, value in SETTINGS.items())}, attack `{SEARCH}`."
+    yield f"{', '.join(VARIANTS)}. Attack `{SEARCH}`, {', '.join(f'{name} {value}' for name, value in SETTINGS.items())}."
     yield ""
     yield f"Audits whose verdict differs between the ways: **{len(verdicts)}** of {len(complete)}."
     yield f"Audits whose p differs: {len(numbers)}."
