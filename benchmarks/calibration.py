@@ -5,9 +5,11 @@
 
 `run` does the parts that are not stored yet: one part per data, batch size, group of attacks and seed. In each, four defenses
 send updates that hold nothing of the victims: noise, the update of strangers that no pool of the audit holds, the update of
-another class, and a constant. Every part is a whole audit with four verdicts. Then its answers are used again: victims and
-strangers are drawn anew from the private images many times, and tested. These draws cost next to nothing. In others of them
-exact images are planted among the answers. `write` puts all stored parts into docs/results/calibration.md.
+another class, and a constant. A part is one run over many victims, which attacks take together. It is then read as several
+audits of some victims each, all with the strangers of the run: what an attack answers for one victim does not depend on the
+others. Then its answers are used again: victims and strangers are drawn anew from the private images many times, and
+tested. In others of these draws exact images are planted among the answers. `write` puts all stored parts into
+docs/results/calibration.md.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from stored_parts import command_line
 from torch import nn
 from torch.nn.functional import avg_pool2d
@@ -34,6 +37,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
+from gradveil.auditing.verdict import Likenesses
 from gradveil.core.randomness import seeded
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet, load
@@ -41,12 +45,15 @@ from gradveil.defenses.base import Defense, Step
 from gradveil.metrics import batch_numbers, clopper_pearson, likeness_table
 from gradveil.metrics.leak_test import Numbers, Slots, exchange_test, strangers_wanted
 from gradveil.storage.files import write_json
-from gradveil.storage.run_folder import RunFolder
+from gradveil.storage.run_folder import RunFolder, StoredCell
+from gradveil.summary import CONTROL
 
 SIZE = 0.01  # of the entries of an update that holds nothing
 PLANTED = {1: (3, 8, 16), 8: (1,)}  # exact images: 10%, 25% and 50% of 32; one of 64
 ATTACKS = {"closed": ("linear",), "imprint": ("imprint",), "suite": ("standard",)}
-VICTIMS = {(1, False): 32, (8, False): 8, (1, True): 4, (8, True): 1}  # by batch size, and whether it is the suite
+VICTIMS = {(1, False): 32, (8, False): 8, (1, True): 4, (8, True): 1}  # of one audit, by batch size and for the suite or not
+AUDITS = {(1, False): 10, (8, False): 5, (1, True): 10, (8, True): 8}  # of one run, as the private images allow
+FEW = {(1, False): 3, (8, False): 2, (1, True): 10, (8, True): 8}  # of chest images, of which there are less
 OUTSIDE = 5  # every fifth private image of a class is kept out of the audit
 
 
@@ -179,15 +186,20 @@ class Part:
 
     @property
     def victims(self) -> int:
+        """Of one audit."""
         return VICTIMS[self.batch, self.attacks == "suite"]
+
+    @property
+    def audits(self) -> int:
+        return (FEW if self.data == "chest" else AUDITS)[self.batch, self.attacks == "suite"]
 
     @property
     def file(self) -> str:
         return f"{self.data}-{self.batch}-{self.attacks}-{self.seed}.json"
 
 
-def run_part(part: Part, data: DataSet | None = None, draws: int = 100, victims: int | None = None) -> dict[str, object]:
-    """The verdicts of the audit, and the alarms among the draws. `data` replaces the data of that name."""
+def run_part(part: Part, data: DataSet | None = None, draws: int = 20) -> dict[str, object]:
+    """The alarms among the audits and among the draws. `data` replaces the data of that name."""
     torch.set_num_threads(1)
     begun = time.process_time()
     data = data or DATA[part.data]()
@@ -199,7 +211,7 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 100, victims:
                 "model": small_network(audited),
                 "defenses": nulls(outside),
                 "attacks": list(ATTACKS[part.attacks]),
-                "victims": victims or part.victims,
+                "victims": part.victims * part.audits,
                 "batch_size": part.batch,
                 "seed": part.seed,
             }
@@ -208,31 +220,58 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 100, victims:
     with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
         run = run_audit(case, Execution(out=Path(folder), workers=0))
         seconds = time.process_time() - begun
-        verdicts = {d.spec.partition("@")[0]: d.verdict for d in run.summary.defenses}
-        p_values = {d.spec.partition("@")[0]: d.test.p if d.test else None for d in run.summary.defenses}
-        answers = {d.spec: stored_answers(RunFolder(run.folder), d.spec) for d in run.summary.defenses if not d.control}
-    tables = {spec.partition("@")[0]: private_table(case, images) for spec, images in answers.items() if images}
-    redrawn = {spec: redraw(case, table, part.seed, draws) for spec, table in tables.items()}
+        cells = {d.spec.partition("@")[0]: compared(RunFolder(run.folder), d.spec) for d in run.summary.defenses}
+        answers = {kind: stored_answers(RunFolder(run.folder), cells[kind]) for kind in cells if kind != CONTROL}
+    audits = [audit_slots(case.slots, part.victims, number) for number in range(part.audits)]
+    alarms = {
+        kind: sum(exchange_test(Likenesses.of(case, ran).images[a.table], a.slots, part.seed).leaks for a in audits)
+        for kind, ran in cells.items()
+    }
+    tables = {kind: private_table(case, images) for kind, images in answers.items() if images}
+    redrawn = {kind: redraw(case, table, audits, part.seed, draws) for kind, table in tables.items()}
     planted = {}
     if (table := tables.get("stranger")) is not None:
-        images = case.spec.victims * part.batch
-        planted = {str(n): redraw(case, table, part.seed, draws // 2, n) for n in PLANTED[part.batch] if n <= images // 2}
+        counts = [n for n in PLANTED[part.batch] if n <= part.victims * part.batch // 2]
+        planted = {str(n): redraw(case, table, audits, part.seed, draws, n) for n in counts}
     return {
-        "verdicts": verdicts,
-        "p": p_values,
+        "audits": part.audits,
+        "alarms": alarms,
         "draws": draws,
-        "alarms": redrawn,
-        "planted_draws": draws // 2,
+        "redrawn": redrawn,
         "planted": planted,
         "audit_seconds": seconds,
         "draw_seconds": time.process_time() - begun - seconds,
     }
 
 
-def stored_answers(folder: RunFolder, defense: str) -> list[torch.Tensor]:
-    """Per attack that ran, its images: victims × batch × C × H × W."""
-    cells = [c for c in folder.cells.values() if c.kind == "attack" and c.defense == defense and c.status == "ok"]
-    return [folder.tensors(cell.key)["reconstruction"] for cell in cells]
+@dataclass(frozen=True, eq=False)
+class AuditSlots:
+    """One audit of a run: its places in the table of the run (batches × images), and its slots."""
+
+    batches: slice
+    table: tuple[NDArray[np.int64], ...]
+    slots: Slots
+
+
+def audit_slots(whole: Slots, victims: int, number: int) -> AuditSlots:
+    """The audit of that number. Its strangers are those of the run whose class has a victim here."""
+    rows = slice(number * victims, (number + 1) * victims)
+    images = np.flatnonzero((whole.batch >= rows.start) & (whole.batch < rows.stop))
+    strangers = np.flatnonzero(np.isin(whole.stranger_label, whole.label[images]))
+    columns = np.concatenate([images, len(whole.label) + strangers])
+    slots = Slots(whole.batch[images] - rows.start, whole.label[images], whole.stranger_label[strangers])
+    return AuditSlots(rows, np.ix_(np.arange(rows.start, rows.stop), columns), slots)
+
+
+def compared(folder: RunFolder, defense: str) -> list[StoredCell]:
+    """The attacks that ran on this defense, and the direct look."""
+    kinds = ("attack", "look")
+    return [c for c in folder.cells.values() if c.kind in kinds and c.defense == defense and c.status == "ok"]
+
+
+def stored_answers(folder: RunFolder, cells: Sequence[StoredCell]) -> list[torch.Tensor]:
+    """Per attack its images: victims × batch × C × H × W."""
+    return [folder.tensors(cell.key)["reconstruction"] for cell in cells if cell.kind == "attack"]
 
 
 def private_table(case: Case, answers: Sequence[torch.Tensor]) -> Numbers:
@@ -242,21 +281,23 @@ def private_table(case: Case, answers: Sequence[torch.Tensor]) -> Numbers:
     return table
 
 
-def redraw(case: Case, table: Numbers, seed: int, draws: int, planted: int = 0) -> int:
-    """How often the test says that there is a leak, for other victims and strangers of the same classes.
+def redraw(case: Case, table: Numbers, audits: Sequence[AuditSlots], seed: int, draws: int, planted: int = 0) -> int:
+    """How often the test says that there is a leak, for other victims and strangers of the same classes, audit by audit.
 
     `planted` exact images of victims are added to the answers of their batches.
     """
-    rng, labels, slots = np.random.default_rng([seed, planted]), case.private_labels.numpy(), case.slots
+    rng, labels = np.random.default_rng([seed, planted]), case.private_labels.numpy()
     alarms = 0
     for draw in range(draws):
+        audit = audits[draw % len(audits)]
+        slots = audit.slots
         victims, strangers = np.zeros(len(slots.label), dtype=np.int64), []
         for label in np.unique(slots.label):
             images, places = rng.permutation(np.flatnonzero(labels == label)), np.flatnonzero(slots.label == label)
             victims[places] = images[: len(places)]
             strangers.append(images[len(places) : len(places) + strangers_wanted(len(places))])
         drawn = np.concatenate([victims, *strangers])
-        likeness = table[:, drawn]
+        likeness = table[audit.batches][:, drawn]
         for victim in rng.choice(len(victims), planted, replace=False):
             image = case.data.private.x[[victims[victim]]]
             row = likeness_table(image, torch.zeros(1, dtype=torch.long), case.data.private.x[drawn]).numpy()[0]
@@ -294,9 +335,10 @@ def rate_text(hits: int, n: int, confidence: float = 0.95) -> str:
 def page(parts: Sequence[dict[str, object]]) -> Iterable[str]:
     """The lines of the page."""
     yield from ("# Calibration of the verdict", "")
-    yield f"Written by `benchmarks/calibration.py write` from {len(parts)} audits of four null defenses each."
-    yield "`audits`: whole audits. `draws`: other victims and strangers against the answers of these audits. Intervals are 95%."
-    yield "For the suite all images have half their height and width."
+    yield f"Written by `benchmarks/calibration.py write` from {len(parts)} runs over four null defenses each."
+    yield "A run is read as several audits of different victims with common strangers: of 32 images at batch 1 and of 8 batches"
+    yield "of 8; for the suite of 4 images and of one batch of 8, at half height and width. `draws`: other victims and"
+    yield "strangers against the answers of these audits. Intervals are 95%."
     yield from ("", "## Nothing leaks", "")
     yield from (
         "| data | batch | attacks | updates | audits that said `leaks` | draws | 99.9% lower limit |",
@@ -305,15 +347,19 @@ def page(parts: Sequence[dict[str, object]]) -> Iterable[str]:
     total, hits, drawn, alarms, worst = 0, 0, 0, 0, 0.0
     groups: dict[tuple[str, ...], list[dict]] = {}
     for part in parts:
-        for kind in part["alarms"]:
+        for kind in part["redrawn"]:
             groups.setdefault((part["data"], str(part["batch"]), part["attacks"], kind), []).append(part)
     for names, members in sorted(groups.items()):
-        said, n = sum(m["verdicts"][names[3]] == "leaks" for m in members), len(members)
-        again, of = sum(m["alarms"][names[3]] for m in members), sum(m["draws"] for m in members)
+        said, n = sum(m["alarms"][names[3]] for m in members), sum(m["audits"] for m in members)
+        again, of = sum(m["redrawn"][names[3]] for m in members), sum(m["draws"] for m in members)
         low = clopper_pearson(said, n, 0.998)[0]
         worst, total, hits, drawn, alarms = max(worst, low), total + n, hits + said, drawn + of, alarms + again
         yield f"| {' | '.join(names)} | {rate_text(said, n)} | {rate_text(again, of)} | {100 * low:.1f}% |"
-    yield from ("", f"Pooled: {rate_text(hits, total)} of whole audits, {rate_text(alarms, drawn)} of draws.", "")
+    yield from ("", f"Pooled: {rate_text(hits, total)} of audits, {rate_text(alarms, drawn)} of draws.", "")
+    suite = [m for m in parts if m["attacks"] == "suite"]
+    said = [sum(n for kind, n in m["alarms"].items() if kind != CONTROL) for m in suite]
+    yield f"Of the suite: {rate_text(sum(said), sum(m['audits'] * (len(m['alarms']) - 1) for m in suite))}." if suite else ""
+    yield ""
     yield f"The largest 99.9% lower limit of a cell is {100 * worst:.1f}%."
     yield from ("", "## A known share leaks", "", "Exact images among answers that hold strangers, in draws.", "")
     yield from ("| data | batch | attacks | exact images | seen |", "|---|---|---|---|---|")
@@ -324,9 +370,9 @@ def page(parts: Sequence[dict[str, object]]) -> Iterable[str]:
             leaks.setdefault((part["data"], str(part["batch"]), part["attacks"], images), []).append(part)
     for names, members in sorted(leaks.items()):
         seen = sum(m["planted"][names[3].partition(" ")[0]] for m in members)
-        yield f"| {' | '.join(names)} | {rate_text(seen, sum(m['planted_draws'] for m in members))} |"
-    undefended = [m["verdicts"]["none"] == "leaks" for m in parts]
-    yield from ("", f"Without a defense: {rate_text(sum(undefended), len(undefended))} audits said `leaks`.")
+        yield f"| {' | '.join(names)} | {rate_text(seen, sum(m['draws'] for m in members))} |"
+    undefended = rate_text(sum(m["alarms"][CONTROL] for m in parts), sum(m["audits"] for m in parts))
+    yield from ("", f"Without a defense: {undefended} audits said `leaks`.")
     each = [f"{sum(m[name] for m in parts) / len(parts):.1f} s for {what}" for name, what in TIMES.items()]
     yield from ("", f"Processor time per part: {', '.join(each)}.")
 
@@ -339,7 +385,7 @@ def add_options(running: argparse.ArgumentParser) -> None:
     running.add_argument("--batch", nargs="+", type=int, choices=PLANTED, default=list(PLANTED))
     running.add_argument("--attacks", nargs="+", choices=ATTACKS, default=["closed", "imprint"])
     running.add_argument("--seeds", default="1000:1060", help="first:last, the last one excluded")
-    running.add_argument("--draws", type=int, default=100, help="draws per part and kind of update")
+    running.add_argument("--draws", type=int, default=20, help="draws per part and kind of update")
     running.add_argument("--workers", type=int, default=os.cpu_count())
 
 

@@ -29,24 +29,25 @@ def test_null_audits_keep_the_level_and_open_ones_always_leak(
     calibration: ModuleType, shapes: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(calibration.DATA, "shapes", lambda: shapes)
-    monkeypatch.setattr(calibration, "VICTIMS", {(1, False): 16, (8, False): 3})
+    monkeypatch.setattr(calibration, "VICTIMS", {(1, False): 8, (8, False): 1})
+    monkeypatch.setattr(calibration, "AUDITS", {(1, False): 2, (8, False): 3})
     for batch, seed in ((1, 0), (1, 1), (8, 0), (8, 1)):
         part = calibration.Part("shapes", batch, "closed", seed)
         assert calibration.do(part, tmp_path, draws=100) == part.file
     stored = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     assert len(stored) == 4
     for part in stored:
-        assert set(part["verdicts"]) == {"none", *KINDS} == {"none", *part["alarms"]}
-        assert part["verdicts"]["none"] == "leaks" and part["p"]["constant"] == 1.0
-        assert part["alarms"]["constant"] == 0
-    alarms = sum(part["alarms"][kind] for part in stored for kind in KINDS[:3])
-    assert binomtest(alarms, 1200, 0.05).pvalue > 0.0005, alarms
-    audits = [part["verdicts"][kind] == "leaks" for part in stored for kind in KINDS]
-    assert sum(audits) <= 4, audits  # more than 4 of 16 at 5%: 1 in 1,000
+        assert set(part["alarms"]) == {"none", *KINDS} == {"none", *part["redrawn"]}
+        assert part["alarms"]["none"] == part["audits"] == (2 if part["batch"] == 1 else 3)
+        assert part["alarms"]["constant"] == part["redrawn"]["constant"] == 0
+    redrawn = sum(part["redrawn"][kind] for part in stored for kind in KINDS[:3])
+    assert binomtest(redrawn, 1200, 0.05).pvalue > 0.0005, redrawn
+    audits = sum(part["alarms"][kind] for part in stored for kind in KINDS[:3])
+    assert audits <= 6, audits  # more than 6 of 30 at 5%: 1 in 1,000
     single = [part["planted"] for part in stored if part["batch"] == 1]
-    assert all(seen >= 45 for planted in single for seen in planted.values()), single  # of 50, with 3, 8 and 16 of 16 images
+    assert all(seen >= 90 for planted in single for seen in planted.values()), single  # of 100, with 3 of 8 images
     text = "\n".join(calibration.page(stored))
-    assert "Pooled:" in text and "| shapes | 8 | closed | stranger |" in text and "| 3 of 16 |" in text
+    assert "Pooled:" in text and "| shapes | 8 | closed | stranger |" in text and "| 3 of 8 |" in text
 
 
 @pytest.mark.skipif(not os.environ.get("GRADVEIL_DATA"), reason="needs the images in GRADVEIL_DATA")
@@ -67,7 +68,8 @@ def test_strangers_of_chest_images_in_batches_of_eight_and_nearly_black_images_r
             same_class = (stranger.labels == label).nonzero().flatten()
             answers.append(stranger.images[same_class[torch.randint(len(same_class), (1,), generator=stream)]])
         table = calibration.private_table(case, [torch.cat(answers).unflatten(0, (8, 8))])
-        alarms += calibration.redraw(case, table, seed, 100)
-        seen += calibration.redraw(case, table, seed, 10, planted=1)
+        audits = [calibration.audit_slots(case.slots, 8, 0)]
+        alarms += calibration.redraw(case, table, audits, seed, 100)
+        seen += calibration.redraw(case, table, audits, seed, 10, planted=1)
     assert binomtest(alarms, 400, 0.05).pvalue > 0.001, alarms
     assert seen >= 36  # of 40: one exact image of 64
