@@ -113,6 +113,12 @@ def nulls(outside: Batch) -> list[Defense]:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
+def halved(data: DataSet) -> DataSet:
+    """Images of half the height and width, on which an audit takes a fourth of the time."""
+    parts = {name: getattr(data, name) for name in ("private", "public", "test")}
+    return replace(data, **{name: Batch(avg_pool2d(part.x, 2), part.y) for name, part in parts.items()})
+
+
 @cache
 def digits() -> DataSet:
     return load("mnist-5k")
@@ -125,8 +131,8 @@ def objects() -> DataSet:
 
 @cache
 def chest() -> DataSet:
-    """The two kinds of chest images of MedNIST: X-rays and slices."""
-    data = load("mednist")
+    """The two kinds of chest images of MedNIST: X-rays and slices, at half size."""
+    data = halved(load("mednist"))
     labels = [data.class_names.index(name) for name in ("CXR", "ChestCT")]
 
     def part(images: Batch) -> Batch:
@@ -145,12 +151,6 @@ def dark() -> DataSet:
         name: Batch((getattr(data, name).x * 2).round() / 255, getattr(data, name).y) for name in ("private", "public", "test")
     }
     return replace(data, name="dark", **parts)
-
-
-def halved(data: DataSet) -> DataSet:
-    """Images of half the height and width, on which the suite takes a fourth of the time."""
-    parts = {name: getattr(data, name) for name in ("private", "public", "test")}
-    return replace(data, **{name: Batch(avg_pool2d(part.x, 2), part.y) for name, part in parts.items()})
 
 
 DATA = {made.__name__: made for made in (digits, objects, chest, dark)}
