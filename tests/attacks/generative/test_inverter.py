@@ -28,6 +28,13 @@ class Signs(Defense):
         return {n: t.sign() for n, t in tensors.items()}
 
 
+class Half(Defense):
+    """Sends half precision."""
+
+    def update(self, tensors: dict, step: object) -> dict:
+        return {n: t.half() for n, t in tensors.items()}
+
+
 @pytest.fixture(scope="module")
 def many() -> DataSet:
     """The pictures of `shapes`, with more public ones."""
@@ -47,7 +54,7 @@ def identified(found: list[Reconstruction], truth: list[Trace], data: DataSet) -
     return float(ranks.identified.float().mean())
 
 
-@pytest.mark.parametrize("defense", ["none", "prune:ratio=0.97", "gaussian:std=0.02", f"{__name__}:Signs"])
+@pytest.mark.parametrize("defense", ["none", "prune:ratio=0.97", "gaussian:std=0.02", f"{__name__}:Signs", f"{__name__}:Half"])
 def test_who_it_was_shows_through(defense: str, many: DataSet, observe_victims: Callable, best_psnr: Callable) -> None:
     seen, truth = observe_victims(data=many, defense=defense, victims=12)
     found = parse("inverter")(seen, budget="quick")

@@ -112,7 +112,8 @@ def rehearse(target: Target) -> Rehearsal:
     for i in range(rounds):
         update, _ = client.round(target.state, public[i * size : (i + 1) * size], i)
         for name in target.model.trainable:
-            sent.setdefault(name, []).append(update.tensors[name])
+            tensor, kind = update.tensors[name], target.state[name].dtype
+            sent.setdefault(name, []).append(tensor.to(torch.promote_types(tensor.dtype, kind)))  # it may be half
         if target.progress:
             target.progress(i + 1, rounds)
     used = public[: rounds * size]
