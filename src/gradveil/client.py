@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from gradveil.core.errors import shown
 from gradveil.core.gradients import local_delta
 from gradveil.core.observation import Trace
 from gradveil.core.randomness import Stream, generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, LocalTraining, Tensors, Update
-from gradveil.defenses.base import Defense, Setup, Step
+from gradveil.defenses.base import Defense, Setup, Step, is_plain
 
 Draws = Callable[..., Stream]  # a random stream by its key
 
@@ -26,6 +27,18 @@ def prepare_client(defense: Defense, training: LocalTraining, setup: Setup, draw
     draws = draws or partial(generator, setup.seed)
     setup.rng = draws("prepare")
     return Client(setup.task, defense, training, defense.prepare(setup), draws)
+
+
+def _detached(returned: object) -> Tensors:
+    """The tensors that a defense sends, if they are such as can be stored and compared; otherwise one clear line."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the defense sends {type(returned).__name__}, not tensors by name")
+    for name, value in returned.items():
+        if type(name) is not str:
+            raise TypeError(f"the defense sends a tensor whose name is {shown(name)}, not text")
+        if not is_plain(value) or value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+            raise TypeError(f"the defense sends {shown(name)}, which is no dense tensor of torch")
+    return {name: value.detach() for name, value in returned.items()}
 
 
 class Client:
@@ -65,8 +78,7 @@ class Client:
         seen = Batch(torch.cat([b.x for b in fed[:epoch]]), torch.cat([b.y for b in fed[:epoch]]))
         step = self._step(state, seen, rng, secrets)
         tensors = self.defense.update(tensors, step)
-        tensors = {name: t.detach() for name, t in tensors.items()}
-        return Update(tensors, self.training.kind, len(batch)), Trace(batch, seen, secrets)
+        return Update(_detached(tensors), self.training.kind, len(batch)), Trace(batch, seen, secrets)
 
     def _step(self, state: Tensors, batch: Batch, rng: Stream, secrets: Tensors | None = None) -> Step:
         return Step(self.task, state, batch, rng, self.memory, secrets={} if secrets is None else secrets)

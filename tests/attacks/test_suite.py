@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from gradveil.attacks import Answer, Attack, Target, attack, registry
+from gradveil.attacks import parse as parse_attack
 from gradveil.attacks.suite import CLOSED, GENERIC, MATCHING, Counters, accepted_counters, is_countered, suite_attacks
+from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.base import Chain, Defense, Step
@@ -60,6 +64,39 @@ def test_claims_are_read_and_told_from_what_is_accepted() -> None:
     assert is_countered(Clip(), ran)
     assert not is_countered(Mine(), ran)
     assert not is_countered(Chain([Clip(), Mine()]), ran)
+
+
+@pytest.mark.parametrize(
+    ("counters", "claimed", "unknown"),
+    [
+        ("linear", ("linear",), ()),
+        (None, (), ("object of class NoneType",)),
+        ((Breaker(), {"linear"}), (), ("object of class Breaker", "object of class set")),
+        (("exits_on_import:Name",), (), ("exits_on_import:Name",)),
+    ],
+)
+def test_counters_that_are_written_wrongly_are_named_and_stop_nothing(
+    counters: object, claimed: tuple[str, ...], unknown: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Mine, "counters", counters)
+    defense = Mine()
+    for whole in (defense, Chain([defense])):
+        assert Counters.of(whole) == Counters((), claimed, unknown)
+        assert set(GENERIC) <= set(suite_attacks(whole))
+
+
+def test_no_class_takes_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    impostor = type("Linear", (Breaker,), {"name": "linear"})
+    with pytest.raises(UserError, match="'linear' is not the class Linear"):
+        parse_attack(impostor())
+    with pytest.raises(ValueError, match="two attacks are named 'linear'"):
+        attack("linear")(type(registry["linear"].__qualname__, (Breaker,), {"__doc__": "Another."}))
+    monkeypatch.setattr(Mine, "name", "none")
+    for defense in (Mine(), Chain([Mine()])):
+        with pytest.raises(UserError, match="'none' is not the class Mine"):
+            parse(defense)
 
 
 def test_a_subclass_is_another_defense() -> None:

@@ -128,6 +128,44 @@ class DoubleComplex(Defense):
         return {**tensors, "more": torch.zeros(2, dtype=torch.complex128)}
 
 
+class OddTensor(Defense):
+    """A defense that sends one more tensor, of a kind that its class says."""
+
+    def update(self, tensors: Tensors, step: Step) -> Tensors:
+        return {**tensors, **self.more(step.batch.x)}
+
+    def more(self, x: torch.Tensor) -> Tensors:
+        return {"more": x.to(torch.float8_e8m0fnu)}
+
+
+class LongName(OddTensor):
+    """A name that no file of tensors may have."""
+
+    def more(self, x: torch.Tensor) -> Tensors:
+        return {"a" * 2000: x}
+
+
+class ManyAxes(OddTensor):
+    """More axes than are read."""
+
+    def more(self, x: torch.Tensor) -> Tensors:
+        return {"more": x.reshape([1] * 20 + [-1])}
+
+
+class Sparse(OddTensor):
+    """Not dense."""
+
+    def more(self, x: torch.Tensor) -> Tensors:
+        return {"more": x.to_sparse()}
+
+
+class Numbered(OddTensor):
+    """Two names that would be one as text."""
+
+    def more(self, x: torch.Tensor) -> Tensors:
+        return {"1": torch.zeros(3), 1: x}  # type: ignore[dict-item]
+
+
 class Incomplete(Defense):
     """A defense that leaves a parameter out."""
 

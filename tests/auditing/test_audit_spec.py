@@ -11,6 +11,24 @@ import yaml
 from gradveil.auditing.spec import make_spec, read_spec
 from gradveil.core.errors import UserError
 from gradveil.defenses import parse
+from gradveil.defenses.base import Defense
+
+
+def test_two_methods_of_one_name_are_refused_and_none_is_left_out():
+    class Mine(Defense):
+        """A defense of a user, which calls itself what it likes."""
+
+        def __init__(self, spec: str):
+            self.text = spec
+
+        @property
+        def spec(self) -> str:
+            return self.text
+
+    assert len(make_spec({"defenses": [mine := Mine("a"), mine, Mine("b")]}).defenses) == 3
+    for wrong in ([Mine("none")], [Mine("prune"), "prune"], [Mine("a"), Mine("a")]):
+        with pytest.raises(UserError, match="two different methods are written"):
+            make_spec({"defenses": wrong})
 
 
 def test_the_control_comes_first_and_no_method_twice_however_it_is_written():

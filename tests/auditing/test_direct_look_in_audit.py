@@ -87,6 +87,7 @@ def test_a_look_that_failed_leaves_the_verdict_open(suite_case):
     rows = summary_of(suite_case, none=control, gaussian={"look": FAILED}, clip={"look": nothing}).defenses
     assert [row.verdict for row in rows] == ["leaks", "cannot tell", "unrefuted"]
     assert rows[1].look is None
+    assert "the direct look" in {w.code: w.text for w in rows[1].warnings}["attacks-failed"]
 
 
 def test_it_is_part_of_the_suite_alone(digits, suite_case):

@@ -46,7 +46,16 @@ def test_a_claimed_counter_takes_part_reads_the_image_and_is_shown_as_claimed(di
 
 
 @pytest.mark.parametrize(
-    ("defense", "says"), [("Incomplete", "the update has no tensor for the parameter"), ("DoubleComplex", "complex128")]
+    ("defense", "says"),
+    [
+        ("Incomplete", "the update has no tensor for the parameter"),
+        ("DoubleComplex", "complex128"),
+        ("OddTensor", "F8_E8M0"),
+        ("LongName", "cannot be stored: a name of 2,011 characters"),
+        ("ManyAxes", "cannot be stored"),
+        ("Sparse", "'more', which is no dense tensor"),
+        ("Numbered", "whose name is 1, not text"),
+    ],
 )
 def test_an_update_that_cannot_be_read_or_stored_fails_in_one_line(digits, tmp_path, defense, says):
     _, row, _ = audit(digits, tmp_path / "run", defense, "linear")

@@ -119,6 +119,7 @@ def test_nothing_is_seen_in_noise_nor_in_the_image_of_another():
 
 def test_odd_tensors_are_read_without_an_error():
     odd = {
+        "weight": torch.randn(40, 50, dtype=torch.complex64), "bias": torch.ones(40, dtype=torch.uint16),
         "empty": torch.zeros(0), "one": torch.tensor(1), "half": torch.rand(9, 9).half(), "bool": torch.rand(400) > 0.5,
         "complex": torch.randn(200, dtype=torch.complex64), "infinite": torch.full((300,), torch.inf),
         "brain": torch.rand(300).bfloat16(), "bytes": torch.arange(200).to(torch.uint8), "nan": torch.full((300,), torch.nan),
@@ -127,6 +128,34 @@ def test_odd_tensors_are_read_without_an_error():
     table, _ = direct_look([[odd]] * VICTIMS, STATE, pictures(), SLOTS)
     assert table.isfinite().all()
     assert not direct_look([[{}]] * VICTIMS, STATE, pictures(), SLOTS)[0].any()
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda x: (60000 * x).to(torch.uint16),
+        lambda x: (2.0**62 * x).to(torch.uint64),
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: torch.complex(x, x).conj(),
+    ],
+)
+def test_an_image_is_seen_in_kinds_of_numbers_that_torch_cannot_compute_with(written):
+    p, sights = look(pictures(), lambda x, u: {**u, "more": written(x)})
+    assert p <= 0.002
+    assert {sight.tensor for sight in sights} == {"more"}
+
+
+@pytest.mark.parametrize("size", [1e6, 1e20])
+def test_large_numbers_do_not_hide_what_stands_beside_them(size):
+    images = pictures()
+    for hide in (
+        lambda x, u: {**u, "more": torch.cat([torch.tensor([size]), x.flatten()])},
+        lambda x, u: {"weight": size * u["weight"], "more": x},
+    ):
+        p, sights = look(images, hide)
+        assert p <= 0.002
+        assert {sight.tensor for sight in sights} == {"more"}
+    assert look(images, lambda x, u: {"weight": size * u["weight"], "more": torch.zeros_like(x)})[0] > 0.05
 
 
 def test_size_does_not_matter():

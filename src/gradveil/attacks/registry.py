@@ -49,4 +49,5 @@ def parse(text: str | Attack) -> Attack:
     method = text if isinstance(text, Attack) else registry.parse(text)
     if not isinstance(method, Attack):
         raise UserError(f"'{text}' is not an attack: its class does not derive from gradveil.Attack.")
+    registry.check_name(method)
     return method

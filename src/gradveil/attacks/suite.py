@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gradveil.attacks.base import Attack, Budget
 from gradveil.attacks.registry import parse, registry
 from gradveil.core.errors import UserError
-from gradveil.defenses.base import Chain, Defense
+from gradveil.defenses.base import Chain, Defense, claimed_counters
 from gradveil.defenses.update.none import NoDefense
 
 VERSION = "standard-v1"
@@ -57,7 +57,7 @@ class Counters:
         parts = _parts(defense)
         accepted = dict.fromkeys(name for part in parts for name in accepted_counters(type(part)))
         declared = [attack.name for attack in registry if any(type(part) in attack.against for part in parts)]
-        named = dict.fromkeys(str(text).strip() for text in (*defense.counters, *declared))
+        named = dict.fromkeys((*claimed_counters(defense), *declared))
         claims = {text: _attack_class(text) for text in named if text not in accepted}
         claimed, unknown = (tuple(t for t, attack in claims.items() if (attack is None) == no) for no in (False, True))
         return cls(tuple(accepted), claimed, unknown)

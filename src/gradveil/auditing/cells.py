@@ -28,7 +28,7 @@ from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, seeded
 from gradveil.core.results import Against, GradientChange, ImageScores, finite
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, Tensors, Update
+from gradveil.core.types import Batch, Tensors, Update, widened
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
@@ -139,8 +139,9 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             if private:
                 stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
                 stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}
-            zero_updates += not any(bool(t.any()) for t in update.tensors.values())
-            broken_updates += not all(bool(t.isfinite().all()) for t in update.tensors.values())
+            numbers = [widened(t) for t in update.tensors.values()]
+            zero_updates += not any(bool(t.any()) for t in numbers)
+            broken_updates += not all(bool(t.isfinite().all()) for t in numbers)
             if u == 0:
                 reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))

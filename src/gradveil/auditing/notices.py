@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import SUITE
-from gradveil.core.text import plural
+from gradveil.core.text import plural, shorten
 from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL, POWER
 from gradveil.storage.run_folder import StoredCell
@@ -107,7 +107,7 @@ def defense_notices(
         texts["zero-updates"] = f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked"
     if observed.broken_updates:
         texts["broken-updates"] = f"{observed.broken_updates} updates hold values that are not finite"
-    failed = [cell.attack for cell in attacked if cell.status == "failed"]
+    failed = [cell.attack or "the direct look" for cell in attacked if cell.status == "failed"]
     if failed and observed.status == "ok":
         texts["attacks-failed"] = f"failed: {', '.join(failed)}; that is no sign of protection"
     if partly := [cell.attack for cell in attacked if cell.status == "ok" and cell.error]:
@@ -116,7 +116,9 @@ def defense_notices(
     if counters.claimed:
         texts["claimed-counter"] = f"claimed to be built against it, which does not suffice: {', '.join(counters.claimed)}"
     if counters.unknown:
-        texts["unknown-counter"] = f"said to break it, but no attack that can be read: {', '.join(counters.unknown)}"
+        texts["unknown-counter"] = (
+            f"said to break it, but no attack that can be read: {', '.join(shorten(text, 80) for text in counters.unknown)}"
+        )
     return _notices(texts)
 
 

@@ -103,12 +103,12 @@ class AuditSpec(BaseModel):
     @classmethod
     def _defenses(cls, value: object) -> tuple[str | Defense, ...]:
         chosen = _as_list(value) or [d for d in FIRST if d.partition(":")[0] in defense_methods.registry]
-        return _distinct([CONTROL, *chosen], lambda d: defense_methods.parse(d).spec)
+        return _distinct([CONTROL, *chosen], defense_methods.parse)
 
     @field_validator("attacks", mode="before")
     @classmethod
     def _attacks(cls, value: object) -> tuple[str | Attack, ...]:
-        return _distinct(_as_list(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a).spec)
+        return _distinct(_as_list(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a))
 
     @field_validator("utility", mode="before")
     @classmethod
@@ -184,12 +184,16 @@ def _as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def _distinct(methods: Iterable[object], meaning: Callable[[Any], str]) -> tuple[Any, ...]:
+def _distinct(methods: Iterable[object], parse: Callable[[Any], str | Defense | Attack]) -> tuple[Any, ...]:
     """Each method once, as it was first written, whatever its spelling."""
-    first: dict[str, object] = {}
+    first: dict[str, str | Defense | Attack] = {}
     for method in methods:
         if not isinstance(method, (str, Defense, Attack)):
             raise UserError(f"{shown(method)} is no method; write name or name:key=value,key=value.")
         one = method.strip() if isinstance(method, str) else method
-        first.setdefault(meaning(one), one)
+        parsed = parse(one)
+        before = first.setdefault(written(parsed), one)
+        objects = not isinstance(one, str) and not isinstance(before, str)
+        if type(parse(before)) is not type(parsed) or (objects and before != one):
+            raise UserError(f"two different methods are written '{written(parsed)}'; give one of them another `name`.")
     return tuple(first.values())

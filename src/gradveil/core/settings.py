@@ -132,7 +132,7 @@ def load_object(path: str, *, kind: str) -> object:
         module = importlib.import_module(match["path"])
     except ImportError as error:
         raise UserError(f"cannot import {kind} '{path}': {error}.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the module may do anything
         raise UserError(f"importing {kind} '{path}' raised {type(error).__name__}: {error}") from None
     if not hasattr(module, match["object"]):
         raise UserError(f"module '{match['path']}' has no '{match['object']}' (asked for as {kind}).")
@@ -150,7 +150,9 @@ class Registry(Generic[T]):
 
     def register(self, name: str, **attributes: object) -> Callable[[type[T]], type[T]]:
         def add(cls: type[T]) -> type[T]:
-            if name in self._entries and self._entries[name].__qualname__ != cls.__qualname__:
+            if not cls.__module__.startswith(f"{self._package}."):
+                self._load()  # the methods of the package come first
+            if not _same(self._entries.get(name, cls), cls):
                 raise ValueError(f"two {self.kind}s are named '{name}'")
             self._entries[name] = cls
             return _with_attributes(cls, {"name": name, **attributes})
@@ -180,6 +182,12 @@ class Registry(Generic[T]):
             raise unknown(self.kind, name, self._entries)
         return self._entries[name]
 
+    def check_name(self, method: T) -> None:
+        """Refuse a method that has the name of another class, for which it would be taken."""
+        name = str(getattr(method, "name", ""))
+        if name in self and not _same(self[name], type(method)):
+            raise UserError(f"{self.kind} '{name}' is not the class {type(method).__qualname__}; give that another `name`.")
+
     def parse(self, text: str) -> T:
         """The method that `text` writes: a registered name, or a user's class as `pkg.mod:Class`."""
         text = text.strip()
@@ -197,6 +205,12 @@ class Registry(Generic[T]):
         if not dataclasses.is_dataclass(cls):
             cls = settings(cls)
         return build(cast("type[T]", cls), parse_settings(user["settings"], of=text), of=text)
+
+
+def _same(one: type, other: type) -> bool:
+    """Whether two classes may share a name. A user's may be defined again, as notebooks do, or come from two modules."""
+    places = [(cls.__qualname__, cls.__module__.startswith("gradveil.")) for cls in (one, other)]
+    return one is other or places[0] == places[1]
 
 
 def _with_attributes(cls: type[T], attributes: Mapping[str, object]) -> type[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -14,6 +15,16 @@ Tensors = dict[str, Tensor]
 Shape = tuple[int, int, int]  # channels, height, width
 Level = Literal["realistic", "paper", "upper-bound"]
 Kind = Literal["gradient", "delta"]
+
+
+_WIDER = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64}
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The same values in a kind of number that torch can compute with: it can store more kinds than that."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.float()
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def hard_labels(labels: Tensor, *, soft_ndim: int = 2) -> Tensor:
@@ -106,4 +117,4 @@ class Update:
             if sent[name].shape != like.shape:
                 shapes = f"{tuple(sent[name].shape)}, the model's is {tuple(like.shape)}"
                 raise ValueError(f"the update's tensor for the parameter '{name}' is {shapes}")
-        return replace(self, tensors={name: sent.pop(name) for name in parameters}, others=sent)
+        return replace(self, tensors={name: widened(sent.pop(name)) for name in parameters}, others=sent)

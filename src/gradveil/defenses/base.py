@@ -9,7 +9,7 @@ private data, and the client keeps it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,13 @@ class Defense:
         return "+".join(spec_of(p) for p in self.parts)
 
 
+def claimed_counters(defense: Defense) -> tuple[str, ...]:
+    """What its author calls its counters, as texts, whatever was written there."""
+    claims = defense.counters
+    listed = claims if isinstance(claims, Iterable) and not isinstance(claims, str) else (claims,)
+    return tuple(c.strip() if isinstance(c, str) else f"object of class {type(c).__name__}" for c in listed)
+
+
 def _data_stages(steps: Sequence[tuple[Defense, Step]], batch: Batch) -> Batch:
     for part, step in steps:
         # Draws for other images are not secrets of this batch.
@@ -147,7 +154,7 @@ class Chain(Defense):
 
     def __init__(self, parts: Sequence[Defense]):
         self._parts = tuple(p for part in parts for p in part.parts)
-        self.counters = tuple(dict.fromkeys(c for p in self._parts for c in p.counters))
+        self.counters = tuple(dict.fromkeys(c for p in self._parts for c in claimed_counters(p)))
         self.random = any(p.random for p in self._parts)
 
     def __repr__(self) -> str:

@@ -17,9 +17,12 @@ def defense(name: str, counters: Sequence[str] = (), random: bool = False, versi
 def parse(text: str | Defense) -> Defense:
     """The defense that `text` writes; an instance passes through."""
     if isinstance(text, Defense):
+        for part in text.parts:
+            registry.check_name(part)
         return text
     parts = [registry.parse(part) for part in split_chain(text)]
     for part in parts:
         if not isinstance(part, Defense):
             raise UserError(f"'{text}' is not a defense: its class does not derive from gradveil.Defense.")
+        registry.check_name(part)
     return parts[0] if len(parts) == 1 else Chain(parts)

@@ -17,16 +17,17 @@ from torch.nn.functional import avg_pool2d
 
 from gradveil.core.progress import Steps
 from gradveil.core.results import Sight
-from gradveil.core.types import Tensors
+from gradveil.core.types import Tensors, widened
 from gradveil.metrics.leak_test import Slots
 
-VERSION = 1  # to be raised when results change
+VERSION = 2  # to be raised when results change
 MOST_VALUES = 2**17  # of one reading; of larger updates only the beginning of the large tensors is read
 MOST_PAIRS = 16  # of tensors that are compared with each other
 BLOCK = 2**22  # correlations at a time, to bound memory
 OUTLYING = 6.0  # standard deviations above the median from which on a likeness counts
 LEAST_DEVIATION = 0.005  # of the transformed correlations of images that resemble nothing
 FLAT = 1e-9  # share of the energy of its block below which a window is constant except for rounding
+SMALL = 1e-3  # share of the largest value below which values are looked at for themselves
 BITS = (1, 4, 8, 16)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per number
 
@@ -115,18 +116,19 @@ def _templates(images: Tensor) -> dict[str, Tensor]:
 
 
 def _readings(sent: Tensors, state: Mapping[str, Tensor]) -> Iterator[Reading]:
-    numbers = {n: _real(t.detach().cpu()) for n, t in sent.items() if t.numel()}
-    if not numbers:
+    stored = {n: _real(t.detach().cpu()) for n, t in sent.items() if t.numel()}
+    if not stored:
         return
+    numbers = {n: widened(t) for n, t in stored.items()}
     flat = {n: t.flatten() for n, t in numbers.items()}
     yield _reading("values", flat)
     yield _reading("columns", {n: t.flatten(1).T.flatten() for n, t in numbers.items() if t.ndim > 1})
     yield _reading("sizes", {n: t.abs() for n, t in flat.items()})
     yield _reading("signs", {n: t.sign() for n, t in flat.items()})
-    same = {n: t for n, t in flat.items() if n in state and state[n].shape == sent[n].shape}
+    same = {n: flat[n] for n, t in numbers.items() if n in state and state[n].shape == t.shape}
     yield _reading("ratios to the model", {n: t.double() / _real(state[n].cpu()).flatten() for n, t in same.items()})
     for bits in BITS:
-        yield _reading(f"{bits} lowest bits", {n: _low_bits(t, bits) for n, t in flat.items()})
+        yield _reading(f"{bits} lowest bits", {n: _low_bits(t.flatten(), bits) for n, t in stored.items()})
     equal = [(a, b) for a, b in combinations(flat, 2) if flat[a].shape == flat[b].shape]
     for a, b in [pair for pair in equal if not same.keys() >= set(pair)][:MOST_PAIRS]:
         one, other = flat[a].double(), flat[b].double()
@@ -145,8 +147,8 @@ def _reading(name: str, values: dict[str, Tensor]) -> Reading:
 
 def _real(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 0)  # first all real parts
+    return tensor
 
 
 def _low_bits(values: Tensor, bits: int) -> Tensor:
@@ -175,6 +177,7 @@ def _windows(signal: Tensor, templates: Tensor) -> tuple[Tensor, Tensor]:
     blocks = blocks / blocks.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     spectrum = torch.fft.rfft(templates.float(), length).conj()
     spread = _spread(blocks, size)
+    small = _small_part(signal, spread.flatten()[:offsets].isinf(), size)
     spread.flatten()[offsets:] = torch.inf  # windows that reach beyond the signal
     for first in range(0, len(blocks), chunk := max(1, BLOCK // (count * length))):
         part = torch.fft.rfft(blocks[first : first + chunk].float(), length)
@@ -183,7 +186,22 @@ def _windows(signal: Tensor, templates: Tensor) -> tuple[Tensor, Tensor]:
         best, place = correlation.movedim(1, 0).flatten(1).max(dim=1)
         places = torch.where(best > largest, first * step + place, places)
         largest = torch.maximum(largest, best)
+    if small is not None:
+        again, there = _windows(small, templates)
+        places = torch.where(again > largest, there, places)
+        largest = torch.maximum(largest, again.float())
     return largest.double().clamp(max=1.0), places
+
+
+def _small_part(signal: Tensor, flat: Tensor, size: int) -> Tensor | None:
+    """What lies in windows that are flat beside large values, and 0 elsewhere; None where that is nothing.
+
+    Without it one large number would hide an image that stands near it.
+    """
+    ends = torch.nn.functional.pad(flat.double(), (size, size - 1)).cumsum(0)
+    small = torch.where(ends[size:] > ends[:-size], signal, 0.0)
+    sizes = [(s - s.median()).abs().max() for s in (small, signal)]
+    return small if 0 < sizes[0] < SMALL * sizes[1] else None
 
 
 def _spread(blocks: Tensor, size: int) -> Tensor:

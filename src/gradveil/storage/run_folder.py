@@ -249,6 +249,7 @@ class RunFolder:
         file = self._tensor_file(cell.key)
         if tensors:
             write_tensors(file, tensors)
+            _check_readable(file)
         stored = StoredCell(
             **dict(outcome),
             key=cell.key,
@@ -343,6 +344,16 @@ class RunFolder:
 def _sha256(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _check_readable(file: Path) -> None:
+    """Delete what was written and would be refused: a kind of number, a name or a number of tensors that is not read."""
+    try:
+        with open_tensors(file, MAX_TENSOR_BYTES):
+            return
+    except UserError as error:
+        file.unlink()
+        raise ValueError(f"its tensors cannot be stored: {str(error).partition('(')[2].rpartition(')')[0]}") from None
 
 
 def _is_sealed(content: bytes) -> bool:
