@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.types import Tensors
-from gradveil.metrics.direct_look import MOST_VALUES, _windows, direct_look
+from gradveil.metrics.direct_look import ENOUGH_VALUES, MOST_VALUES, _windows, direct_look
 from gradveil.metrics.leak_test import Slots, exchange_test
 
 SIZE, VICTIMS, STRANGERS = 12, 4, 40
@@ -200,13 +200,29 @@ def test_windows_equal_a_plain_loop(length):
     assert torch.equal(places, expected.indices)
 
 
+ONE = Slots(SLOTS.batch[:1], SLOTS.label[:1], np.zeros(VICTIMS + STRANGERS - 1, dtype=np.int64))
+
+
 def test_a_large_update_is_read_in_bounded_work():
     """The beginning of each tensor."""
     images = pictures()
-    large = torch.randn(8 * MOST_VALUES, generator=torch.Generator().manual_seed(0))
+    large = torch.randn(8 * ENOUGH_VALUES, generator=torch.Generator().manual_seed(0))
     large[90_000 : 90_000 + SIZE**2] = images[0].flatten()
-    table, sights = direct_look(
-        [[{"large": large}]], STATE, images, Slots(SLOTS.batch[:1], SLOTS.label[:1], np.zeros(43, dtype=np.int64))
-    )
+    table, sights = direct_look([[{"large": large}]], STATE, images, ONE)
     assert sights[0].tensor == "large"
     assert table[0, 0] > 0.99
+
+
+def test_of_many_large_tensors_two_images_each_are_read_and_more_of_what_is_no_parameter():
+    images, draw = pictures(channels=3)[:], torch.Generator().manual_seed(0)
+    state = {f"layer{i}": torch.randn(4000, generator=draw) for i in range(400)}
+    assert 400 * 4000 > MOST_VALUES > 400 * 2 * images[0].numel() > ENOUGH_VALUES
+    update = {n: torch.randn(t.shape, generator=draw) for n, t in state.items()}
+    inside = {**update, "layer7": update["layer7"].clone(), "more": torch.randn(4000, generator=draw)}
+    inside["layer7"][400 : 400 + images[0].numel()] = images[0].flatten()
+    beside = {**update, "more": torch.randn(4000, generator=draw)}
+    beside["more"][3000 : 3000 + images[0].numel()] = images[0].flatten()
+    for sent, name in ((inside, "layer7"), (beside, "more")):
+        table, sights = direct_look([[sent]], state, images, ONE)
+        assert sights[0].tensor == name
+        assert table[0, 0] > 0.99

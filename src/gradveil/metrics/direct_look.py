@@ -7,8 +7,9 @@ That uses the truth. So the same maximum is taken for strangers, and a likeness 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 
 import torch
@@ -20,8 +21,8 @@ from gradveil.core.results import Sight
 from gradveil.core.types import Tensors, widened
 from gradveil.metrics.leak_test import Slots
 
-VERSION = 2  # to be raised when results change
-MOST_VALUES = 2**17  # of one reading; of larger updates only the beginning of the large tensors is read
+VERSION = 3  # to be raised when results change
+ENOUGH_VALUES, MOST_VALUES = 2**17, 2**19  # of one reading; more than enough where two images per tensor need it
 MOST_PAIRS = 16  # of tensors that are compared with each other
 BLOCK = 2**22  # correlations at a time, to bound memory
 OUTLYING = 6.0  # standard deviations above the median from which on a likeness counts
@@ -71,7 +72,7 @@ def direct_look(
     for b, updates in enumerate(sent):
         rows = torch.from_numpy(slots.used[b]).nonzero().flatten()
         for update, (shape, flat) in product(updates, templates.items()):
-            for reading in _readings(update, state):
+            for reading in _readings(update, state, images[0].numel()):
                 largest, places = _windows(reading.signal, flat[rows])
                 likeness = _beyond(largest)
                 for i in (likeness > table[b, rows]).nonzero().flatten().tolist():
@@ -115,34 +116,38 @@ def _templates(images: Tensor) -> dict[str, Tensor]:
     return {name: x / x.norm(dim=1, keepdim=True).clamp(min=1e-9) for name, x in flat.items()}
 
 
-def _readings(sent: Tensors, state: Mapping[str, Tensor]) -> Iterator[Reading]:
+def _readings(sent: Tensors, state: Mapping[str, Tensor], size: int) -> Iterator[Reading]:
+    """All readings of an update; `size` is the number of values of an image."""
     stored = {n: _real(t.detach().cpu()) for n, t in sent.items() if t.numel()}
     if not stored:
         return
     numbers = {n: widened(t) for n, t in stored.items()}
     flat = {n: t.flatten() for n, t in numbers.items()}
-    yield _reading("values", flat)
-    yield _reading("columns", {n: t.flatten(1).T.flatten() for n, t in numbers.items() if t.ndim > 1})
-    yield _reading("sizes", {n: t.abs() for n, t in flat.items()})
-    yield _reading("signs", {n: t.sign() for n, t in flat.items()})
     same = {n: flat[n] for n, t in numbers.items() if n in state and state[n].shape == t.shape}
-    yield _reading("ratios to the model", {n: t.double() / _real(state[n].cpu()).flatten() for n, t in same.items()})
+    most = max(ENOUGH_VALUES, min(MOST_VALUES, 2 * size * len(flat)))
+    reading = partial(_reading, parameters=same.keys(), most=most)
+    yield reading("values", flat)
+    yield reading("columns", {n: t.flatten(1).T.flatten() for n, t in numbers.items() if t.ndim > 1})
+    yield reading("sizes", {n: t.abs() for n, t in flat.items()})
+    yield reading("signs", {n: t.sign() for n, t in flat.items()})
+    yield reading("ratios to the model", {n: t.double() / _real(state[n].cpu()).flatten() for n, t in same.items()})
     for bits in BITS:
-        yield _reading(f"{bits} lowest bits", {n: _low_bits(t.flatten(), bits) for n, t in stored.items()})
+        yield reading(f"{bits} lowest bits", {n: _low_bits(t.flatten(), bits) for n, t in stored.items()})
     equal = [(a, b) for a, b in combinations(flat, 2) if flat[a].shape == flat[b].shape]
     for a, b in [pair for pair in equal if not same.keys() >= set(pair)][:MOST_PAIRS]:
         one, other = flat[a].double(), flat[b].double()
-        yield _reading("differences", {f"{a} - {b}": one - other})
-        yield _reading("ratios", {f"{a} / {b}": one / other})
+        yield reading("differences", {f"{a} - {b}": one - other})
+        yield reading("ratios", {f"{a} / {b}": one / other})
 
 
-def _reading(name: str, values: dict[str, Tensor]) -> Reading:
-    """What small tensors do not take of the values that may be read is left to the large ones."""
-    left, parts = MOST_VALUES, dict[str, Tensor]()
-    for place, (tensor, all_values) in enumerate(sorted(values.items(), key=lambda item: len(item[1]))):
-        parts[tensor] = all_values[: left // (len(values) - place)]
-        left -= len(parts[tensor])
-    return Reading(name, tuple(values), tuple(parts[tensor] for tensor in values))
+def _reading(name: str, values: dict[str, Tensor], parameters: Collection[str], most: int) -> Reading:
+    """Of at most so many values: first of tensors that are no parameters, and of small ones, which leave more to the others."""
+    kept = dict[str, Tensor]()
+    for group in ([n for n in values if n not in parameters], [n for n in values if n in parameters]):
+        for place, tensor in enumerate(sorted(group, key=lambda n: len(values[n]))):
+            kept[tensor] = values[tensor][: most // (len(group) - place)]
+            most -= len(kept[tensor])
+    return Reading(name, tuple(values), tuple(kept[tensor] for tensor in values))
 
 
 def _real(tensor: Tensor) -> Tensor:
