@@ -1,7 +1,7 @@
 """How often an audit says `leaks` where nothing leaks, and how often where a known share leaks.
 
-    python benchmarks/calibration.py run --store DIR --data digits chest --batch 1 8 --attacks closed --seeds 1000:1012
-    python benchmarks/calibration.py write --store DIR
+    python benchmarks/calibration.py run --data digits chest --batch 1 8 --attacks closed --seeds 1000:1012
+    python benchmarks/calibration.py write
 
 `run` does the parts that are not stored yet: one part per data, batch size, group of attacks and seed. In each, four defenses
 send updates that hold nothing of the victims: noise, the update of strangers that no pool of the audit holds, the update of

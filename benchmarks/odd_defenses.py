@@ -1,7 +1,7 @@
 """Odd defenses under the quick suite: what they send in truth, and what an audit says.
 
-    python benchmarks/odd_defenses.py run --store DIR
-    python benchmarks/odd_defenses.py write --store DIR
+    python benchmarks/odd_defenses.py run
+    python benchmarks/odd_defenses.py write
 
 `run` audits the defenses of `odd_gradients.py` and `odd_images.py` that are not stored yet, one part per defense. Each of
 its processes keeps one run folder, so that the undefended control is computed once. `write` puts all stored parts into

@@ -1,7 +1,7 @@
 """Does the same audit say the same on other numbers of threads and processes, and with less memory?
 
-    python benchmarks/stability.py run --store DIR
-    python benchmarks/stability.py write --store DIR
+    python benchmarks/stability.py run
+    python benchmarks/stability.py write
 
 `run` does the parts that are not stored yet: one part per defense, seed and variant of the execution, each a whole audit in
 a process that was started for the variant. The settings of the defenses are near the threshold of the verdict. `write`

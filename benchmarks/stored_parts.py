@@ -1,4 +1,4 @@
-"""Benchmarks in parts: `run --store DIR` does those that are missing, `write --store DIR` puts all stored ones on a page."""
+"""Benchmarks in parts: `run` does those that are not stored yet in benchmarks/parts, `write` puts all on a page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+PARTS = Path(__file__).parent / "parts"
 Parts = dict[str, dict[str, Any]]  # by the name of the file, without its ending
 
 
@@ -33,7 +34,7 @@ def command_line(
     commands = parser.add_subparsers(required=True)
     running, writing = commands.add_parser("run"), commands.add_parser("write")
     for command in (running, writing):
-        command.add_argument("--store", type=Path, required=True, help="folder of the parts that are done")
+        command.add_argument("--store", type=Path, default=PARTS / Path(out).stem, help="folder of the parts that are done")
     add_options(running)
     running.set_defaults(act=run)
     writing.add_argument("--out", type=Path, default=Path("docs/results") / out)
