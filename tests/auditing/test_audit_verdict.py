@@ -171,7 +171,7 @@ def test_what_an_author_calls_a_counter_never_suffices(digits, name):
     assert ("audit_methods:Nothing" in unknown) == (name == "OtherTensors")
 
 
-def test_an_attack_with_the_name_of_a_counter_is_none(digits):
+def test_an_attack_that_calls_itself_a_counter_is_none(digits):
     class Namesake(Attack):
         """Has nothing to do with clipping."""
 
@@ -181,6 +181,9 @@ def test_an_attack_with_the_name_of_a_counter_is_none(digits):
         def run(self, target: Target) -> Answer:
             raise AssertionError
 
+    with pytest.raises(UserError, match="'clip-aware' is not the class"):
+        make(digits, defenses=["clip"], attacks=["ig", Namesake()])
+    Namesake.name = "namesake"
     for attack, verdict in ((Namesake(), "unrefuted"), ("clip-aware", "no leak shown")):
         case = make(digits, defenses=["clip"], attacks=["ig", attack])
         row = row_of(case, "clip", none={"ig": everything(case)})
