@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradveil.auditing.condition import Condition
+from gradveil.auditing.condition import CheckedCondition, Condition
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate, Statistic
 from gradveil.summary import DefenseRow, LeakTest, UtilityRow, Worst
@@ -57,7 +57,14 @@ DEFENSE = DefenseRow(
         ("test.p <= 0.01 and test.detectable <= 0.25", True),
         ("test.control_rate < 0.5", False),
         ("worst.identified.low > worst.identified.chance", True),
-        ("verdict == 'leaks' or utility.pdm > 5", True),  # the rest is not looked at
+        ("verdict == 'leaks' or utility.pdm > 5", True),  # whatever the cost is
+        ("utility.pdm > 5 or verdict == 'leaks'", True),
+        ("utility.pdm > 5 and spec == 'none'", False),
+        ("utility.pdm > 5", None),
+        ("not utility.pdm > 5", None),
+        ("1 < utility.pdm < 5", None),
+        ("utility.pdm > 5 and verdict == 'leaks'", None),
+        ("utility.pdm > 5 or verdict != 'leaks'", None),
     ],
 )
 def test_what_it_says(text, holds):
@@ -110,6 +117,8 @@ def test_every_number_and_text_of_a_defense_can_be_asked_for():
         assert Condition(f"'' in {field}").fields == {field}
 
 
-def test_what_was_not_measured_cannot_be_checked_and_does_not_pass_silently():
-    with pytest.raises(UserError, match=r"utility\.pdm was not measured for prune"):
-        Condition("utility.pdm > 5").holds(DEFENSE)
+def test_what_was_not_measured_is_named_for_each_defense():
+    bare = DEFENSE.model_copy(update={"spec": "bare", "worst": None})
+    checked = Condition("worst.ssim.max > 0.6 and test.p < 0.1").check([DEFENSE, bare])
+    assert checked.holds == ("prune",) and checked.missing == {"bare": ("worst.ssim.max",)}
+    assert Condition("worst.asr > 2").check([DEFENSE]) == CheckedCondition("worst.asr > 2")

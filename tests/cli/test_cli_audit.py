@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -34,14 +35,37 @@ def test_quiet_prints_nothing_and_the_default_folder_is_the_same_every_time(grad
     assert {p: p.stat().st_mtime_ns for p in (folder / "cells").iterdir()} == before
 
 
-@pytest.mark.parametrize(("condition", "code"), [("worst.psnr.max > 0", 1), ("worst.psnr.max > 200", 0)])
-def test_fail_if_sets_the_exit_code(gradveil, archive, tmp_path, condition, code):
-    found, _, err = gradveil(
-        "audit", "--data", archive, *QUICK, "--quiet", "--out", str(tmp_path / "run"), "--fail-if", condition
-    )
-    assert found == code
-    assert ("holds for none, clip" in err) == bool(code)
+LEAKY = ("--model", "smlp", "--attack", "linear", "--victims", "8", "--defense", "clip", "--workers", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "condition", "code", "says"),
+    [
+        (QUICK, "worst.psnr.max > 0", 1, "holds for none, clip"),
+        # Two victims show nothing, so that no leak was found is no reason to pass.
+        (QUICK, 'verdict == "leaks"', 3, "cannot tell whether updates leak under none and clip"),
+        (LEAKY, "worst.psnr.max > 500", 0, ""),
+        (LEAKY, 'verdict == "leaks" and spec != "none"', 1, "holds for clip"),
+    ],
+)
+def test_fail_if_sets_the_exit_code(gradveil, archive, tmp_path, words, condition, code, says):
+    command = ("audit", "--data", archive, *words, "--quiet", "--out", str(tmp_path / "run"))
+    assert gradveil(*command) == (0, "", ""), "without a gate an audit that cannot tell is done all the same"
+    found, _, err = gradveil(*command, "--fail-if", condition)
+    assert found == code and says in err and (err == "") == (code == 0)
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_gate_is_not_green_where_no_attack_ran(gradveil, archive, tmp_path):
+    words = ("audit", "--data", archive, "--model", "lenet", "--attack", "linear", "--victims", "8", "--defense", "clip")
+    command = (*words, "--workers", "0", "--quiet", "--out", str(tmp_path / "run"), "--junit", str(tmp_path / "junit.xml"))
+    code, out, err = gradveil(*command)
+    assert (code, out) == (3, "") and err.count("\n") == 1 and "cannot tell whether updates leak under none and clip" in err
+    code, _, err = gradveil(*command, "--fail-if", 'worst.ssim.max > 0.6 and spec != "none"')
+    assert code == 3 and "worst.ssim.max was not measured" in err and "holds for none" not in err
+    root = ET.parse(tmp_path / "junit.xml").getroot()
+    messages = [error.get("message", "") for error in root.iter("error")]
+    assert root.get("failures") == "0" and sum("no attack ran" in message for message in messages) == 2
 
 
 def test_a_config_file_says_the_same_as_options(gradveil, archive, tmp_path):

@@ -49,8 +49,9 @@ def test_junit_and_annotations_agree_with_the_exit_code(gradveil, archive, tmp_p
         ("gradveil.clip", 'not: worst.psnr.max > 0 and spec != "none"')
     ]
     assert [line for line in out.splitlines() if line.startswith("::error")] and out.count("::error") == 1
-    code, out, _ = gradveil(*words, "--fail-if", "worst.psnr.max > 200", "--junit", str(tmp_path / "junit.xml"))
-    assert code == 0 and out == "" and ET.parse(tmp_path / "junit.xml").getroot().get("failures") == "0"
+    code, out, err = gradveil(*words, "--fail-if", "worst.psnr.max > 200", "--junit", str(tmp_path / "junit.xml"))
+    root = ET.parse(tmp_path / "junit.xml").getroot()
+    assert code == 3 and out == "" and root.get("failures") == "0" and root.get("errors") == "2"
 
 
 @pytest.mark.parametrize(("option", "value", "says"), [("--annotations", "gitlab", "github"), ("--junit", ".", "folder")])

@@ -107,7 +107,10 @@ class _Interrupts:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C."""
+    """Exit code 0: done; 1: a --fail-if condition holds; 2: bad input, told in one line; 130: stopped by Ctrl-C.
+
+    3: with --fail-if or --junit, the audit cannot tell.
+    """
     ours = arguments is None and threading.current_thread() is threading.main_thread()
     for stream in (sys.stdout, sys.stderr):
         if ours and isinstance(stream, io.TextIOWrapper):

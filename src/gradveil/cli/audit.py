@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradveil.auditing.case import Case
-from gradveil.auditing.condition import Condition
+from gradveil.auditing.condition import Condition, untold
 from gradveil.auditing.estimate import Estimate
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import expected_power, make_plan
@@ -19,6 +19,7 @@ from gradveil.auditing.spec import AuditSpec, make_spec, read_spec
 from gradveil.cli.options import Given, Quiet
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
+from gradveil.core.text import plain
 from gradveil.processes.worker import cores
 from gradveil.report import print_summary
 from gradveil.report.audit_report import Report
@@ -26,12 +27,16 @@ from gradveil.report.pipeline import check_file, github_annotations, write_junit
 from gradveil.report.words import needed_sentence, seconds_text, visible
 from gradveil.storage.run_folder import RunFolder
 
+CANNOT_TELL_CODE = 3  # a gate that is green on an audit that cannot tell would be worse than none
+
 
 @settings
 class Gate:
     """What a build server asks of an audit."""
 
-    fail_if: tuple[str, ...] = Field(default=(), description="Exit code 1 if it holds for a defense; repeat.")
+    fail_if: tuple[str, ...] = Field(
+        default=(), description="Exit code 1 if it holds for a defense, 3 if that cannot be told; repeat."
+    )
     junit: Path | None = Field(default=None, description="File for JUnit XML: one suite per defense; only our own is replaced.")
     annotations: Literal["github"] | None = Field(default=None, description="github: print its annotations.")
 
@@ -46,16 +51,18 @@ class Gate:
         return conditions
 
     def exit_code(self, report: Report, conditions: list[Condition]) -> int:
-        """Write what was asked for; 1 if a condition holds."""
-        failures = {c.text: [d.spec for d in report.summary.defenses if c.holds(d)] for c in conditions}
-        for text, failing in failures.items():
-            if failing:
-                typer.echo(f"gradveil: {text} holds for {', '.join(failing)}", err=True)
+        """Write what was asked for; 1 if a condition holds, else 3 if the audit cannot tell."""
+        summary = report.summary
+        checked = [condition.check(summary.defenses) for condition in conditions]
+        holding = [f"{c.text} holds for {', '.join(c.holds)}" for c in checked if c.holds]
+        unknown = untold(summary, checked) if self.fail_if or self.junit else []
+        for line in (*holding, *unknown):
+            typer.echo(f"gradveil: {plain(line)}", err=True)
         if self.junit is not None:
-            write_junit(report.summary, failures, self.junit)
-        for line in github_annotations(report.summary, failures) if self.annotations else ():
+            write_junit(summary, checked, self.junit)
+        for line in github_annotations(summary, checked) if self.annotations else ():
             typer.echo(line)
-        return 1 if any(failures.values()) else 0
+        return 1 if holding else CANNOT_TELL_CODE if unknown else 0
 
 
 def command(

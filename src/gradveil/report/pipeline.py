@@ -1,26 +1,26 @@
 """A finding for machines that watch machines: JUnit XML, and the annotations that GitHub reads from a job's output.
 
-In both, a failure is a `--fail-if` condition that holds, so that they agree with the exit code. A leak on which no
-condition was set is told (a property, a warning), not failed: what is tolerable is for the user to say.
+In both, a failure is a `--fail-if` condition that holds, so that they agree with the exit code. What the audit cannot tell is
+an error. A leak on which no condition was set is told (a property, a warning), not failed: what is tolerable is for the
+user to say.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from gradveil.auditing.condition import CheckedCondition, untold
 from gradveil.core.errors import UserError
-from gradveil.core.text import plain
+from gradveil.core.text import listing, plain
 from gradveil.report import words
 from gradveil.storage.files import check_replaceable, write_text
-from gradveil.summary import LEAKS, AttackRow, DefenseRow, Summary
-
-Failures = Mapping[str, Sequence[str]]  # by condition, the defenses for which it holds
+from gradveil.summary import CANNOT_TELL, LEAKS, AttackRow, DefenseRow, Summary
 
 
-def write_junit(summary: Summary, failures: Failures, file: str | Path) -> Path:
-    """One test suite per defense: one test case for every condition and one for every attack."""
+def write_junit(summary: Summary, checked: Sequence[CheckedCondition], file: str | Path) -> Path:
+    """One test suite per defense: one test case for the verdict, one for every condition and one for every attack."""
     file = check_file(file)
-    suites = [_suite(defense, failures) for defense in summary.defenses]
+    suites = [_suite(defense, checked) for defense in summary.defenses]
     cases = [case for suite in suites for case in suite.iter("testcase")]
     root = ET.Element("testsuites", {"name": "gradveil", **_counts(cases)})
     root.extend(suites)
@@ -38,8 +38,8 @@ def check_file(file: str | Path) -> Path:
     return Path(file)
 
 
-def _suite(defense: DefenseRow, failures: Failures) -> ET.Element:
-    cases = [_condition(text, defense, defense.spec in failing) for text, failing in failures.items()]
+def _suite(defense: DefenseRow, checked: Sequence[CheckedCondition]) -> ET.Element:
+    cases = [_verdict(defense), *(_condition(condition, defense) for condition in checked)]
     cases += [_attack(defense, row) for row in defense.attacks if row.against == "original"]
     suite = ET.Element("testsuite", {"name": plain(defense.spec), **_counts(cases)})
     identified = words.rate_text(defense.worst.identified if defense.worst else None)
@@ -55,11 +55,21 @@ def _suite(defense: DefenseRow, failures: Failures) -> ET.Element:
     return suite
 
 
-def _condition(text: str, defense: DefenseRow, holds: bool) -> ET.Element:
-    case = _case(defense, f"not: {text}")
-    if holds:
-        message = plain(f"{text} holds for {defense.spec}")
+def _verdict(defense: DefenseRow) -> ET.Element:
+    """Passed where the audit can tell, be it that updates leak: whether that is tolerable is for the conditions to say."""
+    case = _case(defense, "verdict")
+    if defense.verdict == CANNOT_TELL:
+        ET.SubElement(case, "error", type=CANNOT_TELL, message=plain(words.verdict_sentence(defense)))
+    return case
+
+
+def _condition(condition: CheckedCondition, defense: DefenseRow) -> ET.Element:
+    case = _case(defense, f"not: {condition.text}")
+    if defense.spec in condition.holds:
+        message = plain(f"{condition.text} holds for {defense.spec}")
         ET.SubElement(case, "failure", type="fail-if", message=message).text = plain(words.verdict_sentence(defense))
+    elif fields := condition.missing.get(defense.spec):
+        ET.SubElement(case, "error", type="not measured", message=plain(f"{listing(fields)} was not measured"))
     return case
 
 
@@ -85,13 +95,16 @@ def _counts(cases: Sequence[ET.Element]) -> dict[str, str]:
     return {"time": f"{seconds:.3f}", "tests": str(len(cases)), **counts}
 
 
-def github_annotations(summary: Summary, failures: Failures) -> Iterator[str]:
-    """Workflow commands: an error for each condition that holds, a warning for each other leak and each caveat."""
+def github_annotations(summary: Summary, checked: Sequence[CheckedCondition]) -> Iterator[str]:
+    """Workflow commands: an error for each condition that holds, a warning for what cannot be told, for each other leak and
+    each caveat."""
     for defense in summary.defenses:
-        for text, failing in failures.items():
-            if defense.spec in failing:
-                yield _annotation("error", f"{defense.spec}: {text}", words.verdict_sentence(defense))
-    failed = {spec for failing in failures.values() for spec in failing}
+        for condition in checked:
+            if defense.spec in condition.holds:
+                yield _annotation("error", f"{defense.spec}: {condition.text}", words.verdict_sentence(defense))
+    for line in untold(summary, checked):
+        yield _annotation("warning", "Gradveil", line)
+    failed = {spec for condition in checked for spec in condition.holds}
     for defense in summary.defenses:
         # That undefended updates leak is what an audit expects.
         if defense.verdict == LEAKS and not defense.control and defense.spec not in failed:
