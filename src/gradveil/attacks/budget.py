@@ -21,6 +21,7 @@ class Cost(NamedTuple):
 
     iterations: int  # evaluations of an update with its derivative, about; 0 for a closed form
     rows: int = 1  # restarts or candidates of one victim, computed side by side
+    limit: int = 0  # iterations of a victim that needs every stage; 0: as above
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL, UtilityTraining
+from gradveil.auditing.work import Work, one_thread
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
@@ -38,39 +38,6 @@ from gradveil.storage.files import DiskFull
 from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
 
 
-@dataclass
-class Work:
-    """A cell and all that it may use."""
-
-    cell: Cell
-    case: Case
-    folder: RunFolder
-    progress: Steps
-    limits: Limits
-
-    @property
-    def defense(self) -> Defense:
-        return self.case.defenses[self.cell.defense]
-
-    @property
-    def attack(self) -> Attack | None:
-        return self.case.attack(self.cell.attack) if self.cell.attack else None
-
-    @property
-    def batches(self) -> list[Batch]:
-        """The private images of every victim."""
-        return [self.case.batch(v) for v in range(self.case.spec.victims)]
-
-    def stage(self, _: str, done: int, total: int) -> None:
-        """Progress of a defense or a training, without the name of its step."""
-        self.progress(done, total)
-
-    def needed(self, kind: str) -> Tensors | None:
-        """The tensors of the needed cell of this kind."""
-        key = next((key for key in self.cell.needs if self.folder.outcome(key).kind == kind), None)
-        return None if key is None else self.folder.tensors(key)
-
-
 def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> StoredCell:
     """Compute a cell and store it. An error is stored in its place, and the other cells go on.
 
@@ -79,13 +46,11 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
     blocked = next((needed for key in cell.needs if (needed := folder.outcome(key)).status != "ok"), None)
     if blocked:
         return folder.write(cell, Outcome(status=blocked.status, error=blocked.error, traceback=blocked.traceback))
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     try:
-        # A method that draws from torch's global stream must not depend on what ran before it in this process.
-        with one_thread(), seeded(case.spec.seed, cell.kind, cell.defense, cell.attack):
-            outcome, tensors = _COMPUTE[cell.kind](Work(cell, case, folder, progress, limits))
-        if outcome.seconds is None:
-            outcome = outcome.model_copy(update={"seconds": time.perf_counter() - begun})
+        outcome, tensors = compute(Work(cell, case, folder, progress, limits))
+        seconds = time.perf_counter() - begun if outcome.seconds is None else outcome.seconds
+        outcome = outcome.model_copy(update={"seconds": seconds, "cpu_seconds": time.process_time() - cpu})
         return folder.write(cell, outcome, tensors)
     except (DiskFull, Damaged):  # nothing can be stored, or a needed cell was damaged since the audit began
         raise
@@ -98,18 +63,15 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
         return folder.write(cell, Outcome(status="failed", error=line[:300], traceback=traceback.format_exc()))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread: sums over several round differently, and one is the fastest for many small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 Result = tuple[Outcome, Tensors | None]
+
+
+def compute(work: Work) -> Result:
+    """What a cell comes to, and the tensors that are stored with it."""
+    cell, seed = work.cell, work.case.spec.seed
+    # A method that draws from torch's global stream must not depend on what ran before it in this process.
+    with one_thread(), seeded(seed, cell.kind, cell.defense, cell.attack):
+        return _COMPUTE[cell.kind](work)
 
 
 # -- observe: what the clients send ----------------------------------------------------------------------------------

@@ -1,69 +1,143 @@
-"""How long the cells of a plan may take: one iteration is timed on the model at hand, the rest is reckoned."""
+"""How long the cells of a plan take: every cell is really computed, with its long loops cut short, and timed.
 
-import timeit
-from collections.abc import Callable
+Times are CPU seconds of one thread, which hardly depend on what else the machine does.
+"""
+
+import copy
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from gradveil import models
 from gradveil.attacks.budget import Workload
 from gradveil.auditing.case import Case
-from gradveil.auditing.cells import one_thread
+from gradveil.auditing.cells import compute
+from gradveil.auditing.limits import NO_LIMITS
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
-from gradveil.core.gradients import ModelFunction
+from gradveil.auditing.work import Work, one_thread
+from gradveil.core.errors import UserError, one_line
+from gradveil.core.loops import sampled
+from gradveil.core.types import Tensors
+from gradveil.storage.run_folder import Outcome, StoredCell
 
-_OVERHEAD = 1.0  # seconds of any cell: reading, scoring, writing
+AT_ONCE = 0.1  # CPU seconds of one iteration on so many victims as are tried; on others their time is extrapolated
+PATIENCE = 15.0  # CPU seconds after which an attack is not tried on a second defense
+
+
+@dataclass(frozen=True)
+class CellTime:
+    """CPU seconds of one cell."""
+
+    seconds: float  # expected
+    limit: float  # if no search ends before its last step
+    reason: str | None = None  # why it does not apply here, or fails
 
 
 class Estimate:
-    """Seconds per cell, by rule of thumb: good for choosing a budget, not for a promise."""
+    """Tries every cell on a few victims, in memory: nothing is stored."""
 
-    def __init__(self, case: Case):
-        self.case = case
-        self._task, self._state = case.task(case.defenses[CONTROL])
-        shape = (case.spec.victims, case.spec.batch_size, *case.data.input_shape)
-        x, y = torch.zeros(shape), torch.zeros(shape[:2], dtype=torch.long)
-        with one_thread():
-            self._iteration = _seconds(lambda: self._match(x.clone().requires_grad_(), y))
+    def __init__(self, case: Case, cells: Iterable[Cell]):
+        self._case, self._cells = case, {cell.key: cell for cell in cells}
+        self._begun = time.process_time()
+        victims = min(case.spec.victims, max(1, int(AT_ONCE / _iteration(case))))
+        self._factor, self._small = case.spec.victims / victims, _with_copies(case, victims)
+        self._store = _Memory()
+        self._times: dict[str, CellTime] = {}
 
-    def seconds(self, cell: Cell) -> float:
-        spec = self.case.spec
-        if cell.kind == "attack":
-            return _OVERHEAD + self._evaluations(cell) * self._iteration
-        if cell.kind == "utility" and (how := spec.utility):
-            return _OVERHEAD + how.rounds * how.clients * how.images * self._an_image(how.model)
-        if cell.kind == "train":
-            images = 2000 * spec.trained_rounds + len(self.case.data.private) * spec.trained_epochs
-            return _OVERHEAD + images * self._an_image(None)
-        return _OVERHEAD
+    def cell(self, cell: Cell) -> CellTime:
+        if cell.key not in self._times:
+            self._times[cell.key] = self._like(cell) or self._try(cell)
+        return self._times[cell.key]
 
-    def _evaluations(self, cell: Cell) -> int:
-        """How often the updates of all victims are computed and compared, as the attack says."""
-        case, public = self.case, self.case.public
+    def _like(self, cell: Cell) -> CellTime | None:
+        """The time under another defense, which differs little: of the direct look, and of attacks if trying takes long."""
+        if cell.kind not in ("attack", "look"):
+            return None
+        if cell.kind == "attack" and time.process_time() - self._begun < PATIENCE:
+            return None
+        same = [t for key, t in self._times.items() if _work(self._cells[key]) == _work(cell)]
+        return max(same, key=lambda t: t.seconds, default=None)
+
+    def _try(self, cell: Cell) -> CellTime:
+        for key in cell.needs:
+            if reason := self.cell(self._cells[key]).reason:
+                return CellTime(0.0, 0.0, reason)
+        reason, begun = None, time.process_time()
+        with sampled() as sample:
+            try:
+                self._store.add(cell, *compute(Work(cell, self._small, self._store, lambda done, total: None, NO_LIMITS)))
+            except UserError as error:
+                reason = str(error)
+            except (Exception, SystemExit) as error:  # a user's code may do anything
+                reason = f"{type(error).__name__}: {one_line(error)}"
+        spent = time.process_time() - begun
+        shared = 1.0 if cell.kind in ("baseline", "train", "utility") else 0.0
+        shared = max(shared * (spent + sample.skipped), sample.shared)
+        seconds = (spent + sample.skipped - shared) * self._factor + shared
+        return CellTime(seconds, seconds * self._longest(cell), reason)
+
+    def _longest(self, cell: Cell) -> float:
+        """How much longer an attack may take whose searches all need every stage."""
+        if cell.kind != "attack":
+            return 1.0
+        case, public = self._case, self._case.public
+        task, _ = case.task(case.defenses[cell.defense])
         images = 0 if public is None else len(public)
-        work = Workload(self._task, case.spec.budget, case.spec.batch_size, case.training, images)
-        cost = case.attack(cell.attack).cost(work)
-        return cost.iterations * cost.rows * case.spec.updates
-
-    def _an_image(self, model: str | None) -> float:
-        """Of training: a forward and a backward pass in a mini-batch."""
-        data, function = self.case.data, self._task.model
-        if model is not None:
-            module = models.build(model, input_shape=data.input_shape, num_classes=data.num_classes)
-            function = ModelFunction(module)
-        x, y = torch.zeros(64, *data.input_shape), torch.zeros(64, dtype=torch.long)
-        state = function.state()
-        with one_thread():
-            return _seconds(lambda: function.gradient(state, x, y)) / 64
-
-    def _match(self, x: Tensor, y: Tensor) -> None:
-        """One iteration of an attack that matches gradients."""
-        updates = self._task.model.updates(self._state, x, y, self.case.training)
-        torch.autograd.grad(sum((g**2).sum() for g in updates.values()), x)  # type: ignore[arg-type]
+        cost = case.attack(cell.attack).cost(Workload(task, case.spec.budget, case.spec.batch_size, case.training, images))
+        return max(1.0, cost.limit / max(1, cost.iterations))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The faster of two runs, after a first one that warms up."""
-    return min(timeit.repeat(work, number=1, repeat=3)[1:])
+def wall_seconds(cells: Sequence[Cell], seconds: Mapping[str, float], workers: int) -> float:
+    """Until all cells are done, each by the first free worker after those that it needs."""
+    free, ended = [0.0] * max(1, workers), dict[str, float]()
+    for cell in cells:
+        free.sort()
+        free[0] = max(free[0], *(ended.get(key, 0.0) for key in cell.needs), 0.0) + seconds[cell.key]
+        ended[cell.key] = free[0]
+    return max(free)
+
+
+def _with_copies(case: Case, victims: int) -> Case:
+    """The same case with its first victim, this number of times: so all take the same way through an attack."""
+    small = copy.copy(case)
+    for name in ("slots", "tested", "distractors", "terms", "id"):  # computed anew
+        vars(small).pop(name, None)
+    small.spec, small.victims = case.spec.model_copy(update={"victims": victims}), case.victims[:1].expand(victims, -1)
+    return small
+
+
+def _work(cell: Cell) -> tuple[str, str]:
+    return cell.kind, cell.attack
+
+
+def _iteration(case: Case) -> float:
+    """CPU seconds of one iteration of a search for one victim."""
+    task, state = case.task(case.defenses[CONTROL])
+    batch = case.batch(0)
+    x = task.normalize(batch.x)[None].requires_grad_()
+    with one_thread():
+        for _ in range(2):  # the first one warms up
+            begun = time.process_time()
+            updates = task.model.updates(state, x, batch.y[None], case.training)
+            torch.autograd.grad(torch.stack([(g**2).sum() for g in updates.values()]).sum(), x)
+    return max(1e-6, time.process_time() - begun)
+
+
+class _Memory:
+    """The cells that were tried."""
+
+    cache = None
+
+    def __init__(self) -> None:
+        self._cells: dict[str, tuple[StoredCell, Tensors]] = {}
+
+    def add(self, cell: Cell, outcome: Outcome, tensors: Tensors | None) -> None:
+        self._cells[cell.key] = StoredCell.of(cell, outcome), tensors or {}
+
+    def outcome(self, key: str) -> StoredCell:
+        return self._cells[key][0]
+
+    def tensors(self, key: str) -> Tensors:
+        return self._cells[key][1]

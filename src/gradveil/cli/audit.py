@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.condition import Condition, untold
-from gradveil.auditing.estimate import Estimate
+from gradveil.auditing.estimate import CellTime, Estimate, wall_seconds
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import expected_power, make_plan
 from gradveil.auditing.progress import display_on
@@ -99,21 +99,24 @@ def command(
 
 
 def _show_plan(case: Case, execution: Execution) -> None:
-    folder, plan, estimate = RunFolder(execution.out or default_folder(case)), make_plan(case), Estimate(case)
+    folder, plan = RunFolder(execution.out or default_folder(case)), make_plan(case)
     folder.check(identity_of(case))
-    table = Table("cell", "kind", "seconds", box=None, pad_edge=False)
-    left = 0.0
+    estimate = Estimate(case, plan)
+    table = Table("cell", "kind", "CPU seconds", box=None, pad_edge=False)
+    expected, limit = dict[str, float](), 0.0
     for cell in plan:
         stored = folder.read(cell.key) is not None
-        seconds = 0.0 if stored else estimate.seconds(cell)
-        left += seconds
-        table.add_row(str(cell), cell.kind, "stored" if stored else f"{seconds:.0f}")
+        time = CellTime(0.0, 0.0) if stored else estimate.cell(cell)
+        expected[cell.key] = time.seconds
+        limit += time.limit
+        table.add_row(str(cell), cell.kind, "stored" if stored else time.reason or f"{time.seconds:.1f}")
     console = Console()
     console.print(table)
     workers = max(1, cores() if execution.workers is None else execution.workers)
+    wall = wall_seconds(plan.cells, expected, workers)
     console.print(
-        f"{len(plan)} cells in {folder.path}; about {seconds_text(left / workers)} with {workers} at work. "
-        "An estimate: attacks may stop early, and some defenses take long to prepare.",
+        f"{len(plan)} cells in {folder.path}. Estimate: {seconds_text(sum(expected.values()))} of one core, at most "
+        f"{seconds_text(limit)} where no search ends early; about {seconds_text(wall)} with {workers} at work.",
         highlight=False,
     )
     share, needed = expected_power(case)

@@ -14,7 +14,7 @@ import torch
 
 from gradveil import attacks, models
 from gradveil.attacks.budget import Budget, Workload
-from gradveil.auditing.cells import one_thread
+from gradveil.auditing.work import one_thread
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.task import Task
 from gradveil.core.types import LocalTraining, Shape

@@ -13,10 +13,10 @@ from pydantic import JsonValue
 
 from gradveil import __version__
 from gradveil.auditing.case import Case
-from gradveil.auditing.cells import one_thread
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import Stopped, identity_of
+from gradveil.auditing.work import one_thread
 from gradveil.core.hashing import short_hash
 from gradveil.core.results import Record
 from gradveil.recipes import pictures

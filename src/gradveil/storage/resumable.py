@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
+from gradveil.core.loops import is_sampled, steps
 from gradveil.core.types import Tensors
 from gradveil.storage.files import make_private, remove_leftovers, room_for, write_tensors
 from gradveil.storage.tensor_file import open_tensors
@@ -44,7 +45,7 @@ def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> 
     `train` receives the path of its checkpoint. Another process that asks for the same file waits. A file that was
     changed, or put in the place of another, is replaced: its hash covers its name.
     """
-    if file is None:
+    if file is None or is_sampled():
         return train(None)
     partial = file.with_suffix(".partial.safetensors")
     with room_for(file):
@@ -93,15 +94,16 @@ class Shuffled:
         self.left = state["left"].to(self.left)
 
 
-def resumable(steps: int, checkpoint: Path | None, parts: Sequence[Part]) -> Iterator[int]:
+def resumable(total: int, checkpoint: Path | None, parts: Sequence[Part]) -> Iterator[int]:
     """The numbers of the steps that remain.
 
     `parts` is everything that a step changes: modules, optimizers, schedules, `Shuffled`, random generators. They are
     set to the state of the checkpoint, and stored again every few seconds while the loop runs.
     """
-    begin = _restore(checkpoint, parts, steps) if checkpoint else 0
+    begin = _restore(checkpoint, parts, total) if checkpoint else 0
     saved = time.monotonic()
-    for step in range(begin, steps):
+    for done in steps(total - begin, shared=True):
+        step = begin + done
         yield step
         if checkpoint and time.monotonic() - saved >= EVERY:
             _save(checkpoint, parts, step + 1)

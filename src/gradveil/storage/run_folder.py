@@ -61,6 +61,7 @@ class Outcome(Record):
     error: StorableText | None = None
     traceback: StorableText | None = None
     seconds: float | None = None
+    cpu_seconds: float | None = None  # of the whole cell; an attack's `seconds` are without scoring and storing
     rows: tuple[ScoreRow, ...] = ()  # attack, baseline
     victims: tuple[ImageScores, ...] = ()  # attack
     likeness: tuple[tuple[float, ...], ...] = ()  # attack, look: per batch, of all victims and strangers of its classes
@@ -84,6 +85,11 @@ class StoredCell(Outcome):
     defense: StorableText
     attack: StorableText
     tensors_sha256: str | None  # of the bytes of its tensors file
+
+    @classmethod
+    def of(cls, cell: CellName, outcome: Outcome, sha256: str | None = None) -> StoredCell:
+        names = {name: getattr(cell, name) for name in ("key", "kind", "defense", "attack")}
+        return cls(**dict(outcome), **names, tensors_sha256=sha256)
 
     def sealed(self) -> str:
         """The text of its file: JSON, at its end the SHA-256 of all that stands before."""
@@ -250,14 +256,7 @@ class RunFolder:
         if tensors:
             write_tensors(file, tensors)
             _check_readable(file)
-        stored = StoredCell(
-            **dict(outcome),
-            key=cell.key,
-            kind=cell.kind,
-            defense=cell.defense,
-            attack=cell.attack,
-            tensors_sha256=_sha256(file) if tensors else None,
-        )
+        stored = StoredCell.of(cell, outcome, _sha256(file) if tensors else None)
         write_text(self.path / "cells" / f"{cell.key}.json", stored.sealed())
         return stored
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.core.hashing import digest
+from gradveil.core.loops import is_sampled
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors
@@ -97,6 +98,9 @@ def generator_for(public: Batch, classes: int, cache: Path | None = None, progre
     network, _ = _networks(public, classes)
     name = digest(repr((TERMS, classes)), {"x": public.x, **({"y": public.y} if classes else {})})[:24]
     file = cache / f"gan-{name}.safetensors" if cache else None
+    if is_sampled():
+        network.load_state_dict(train(public, classes))
+        return network.eval().requires_grad_(False)
     if name not in _KEPT or (file and not file.exists()):
         _KEPT[name] = trained_once(file, lambda partial: _KEPT.get(name) or train(public, classes, progress, partial))
     network.load_state_dict(_KEPT[name])

@@ -26,6 +26,7 @@ from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.problem import Insight, Match, Problem
+from gradveil.core import loops
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
 from gradveil.core.types import Tensors
@@ -78,7 +79,7 @@ class GGL(Attack):
         rows = search.victims.repeat_interleave(self.restarts)
         step = Adam(self.lr).stepper(z)
         best, lowest = z.clone(), torch.full((len(z),), math.inf)
-        for i in range(steps):
+        for i in loops.steps(steps):
             z = z.detach().requires_grad_()
             with torch.enable_grad():
                 value = search(z, rows)
@@ -103,7 +104,7 @@ class GGL(Attack):
         streams = np.random.default_rng(int(torch.randint(2**31, (1,), generator=search.target.rng)))
         options = {"verbose": -9, "seed": math.nan, "randn": lambda n, d: streams.standard_normal((n, d))}
         evolutions = [cma.CMAEvolutionStrategy(row.flatten().double().numpy(), 0.5, options) for row in z]
-        for i in range(max(1, steps // 2)):
+        for i in loops.steps(max(1, steps // 2)):
             asked = [e.ask() for e in evolutions]
             rows = search.victims.repeat_interleave(len(asked[0]))
             trial = torch.tensor(np.concatenate([np.stack(a) for a in asked])).float().view(-1, *shape)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gradveil.attacks.base import Target
 from gradveil.client import Client, prepare_client
+from gradveil.core.loops import steps
 from gradveil.core.observation import Knowledge, Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
@@ -109,7 +110,7 @@ def rehearse(target: Target) -> Rehearsal:
         cost = cost_of_round(client, target.state, public[:size])
     rounds = max(4, min(rounds, int(ALLOWANCE[target.budget] / cost)))
     sent: dict[str, list[Tensor]] = {}
-    for i in range(rounds):
+    for i in steps(rounds, shared=True):
         update, _ = client.round(target.state, public[i * size : (i + 1) * size], i)
         for name in target.model.trainable:
             tensor, kind = update.tensors[name], target.state[name].dtype
@@ -118,7 +119,7 @@ def rehearse(target: Target) -> Rehearsal:
             target.progress(i + 1, rounds)
     used = public[: rounds * size]
     return Rehearsal(
-        {name: torch.stack(rows) for name, rows in sent.items()},
+        {name: torch.stack([rows[i % len(rows)] for i in range(rounds)]) for name, rows in sent.items()},
         used.x.unflatten(0, (rounds, size)),
         used.y.unflatten(0, (rounds, size)),
         defended,

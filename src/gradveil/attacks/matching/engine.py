@@ -13,6 +13,7 @@ from gradveil.attacks.base import Answer, Attack, Cost, Target, Workload
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
 from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly
+from gradveil.core.loops import steps
 
 Curves = dict[str, list[float]]
 
@@ -89,7 +90,7 @@ def _first_order(unknowns: ImagesOnly, optimizer: FirstOrder, z: Tensor) -> tupl
             x = x + optimizer.noise * optimizer.lr * decay * problem.rows.draw(x.shape[1:])
         return torch.minimum(torch.maximum(x, low), high) if match.box else x
 
-    for i in range(match.steps):
+    for i in steps(match.steps):
         value, gradient = objective(z, None)
         better = value < best_value
         best = torch.where(better.view(-1, *(1 for _ in z.shape[1:])), z, best)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.core import loops
+
 Objective = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x, row numbers → value per row, gradient
 
 
@@ -88,10 +90,12 @@ class LBFGS:
         self, objective: Objective, x: Tensor, steps: int, tick: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor, int]:
         """The best point of every row, its value, and how many evaluations of the objective were made."""
-        rows = torch.arange(len(x))
-        shape, best = x.shape[1:], x.clone()
+        rows, every = torch.arange(len(x)), len(x)
+        shape, best, evaluated = x.shape[1:], x.clone(), 0
 
         def flat(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            nonlocal evaluated
+            evaluated += len(x)
             value, gradient = objective(x.view(-1, *shape), rows)
             return value, gradient.flatten(1)
 
@@ -101,7 +105,7 @@ class LBFGS:
         s_list: list[Tensor] = []
         y_list: list[Tensor] = []
         mark, count = value.clone(), 1
-        for i in range(steps):
+        for i in loops.steps(steps, done=lambda: evaluated / every - 1):  # measured: 1.0 of all rows per step
             d = _direction(flat_g, s_list, y_list)
             slope = (d * flat_g).sum(1)
             uphill = slope >= 0

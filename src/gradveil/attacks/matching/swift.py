@@ -69,7 +69,9 @@ class Swift(Attack):
         portfolio = int(LENGTHEN[work.budget] * sum(steps for _, steps in (*LADDER, *FINISH)))
         cycle = sum(steps for _, steps in (*CYCLE, FINISH[1])) if self.cycles else 0
         portfolio, cycle = (LBFGS().expected_evaluations(steps) for steps in (portfolio, cycle))
-        return Cost(portfolio + max(cycle, self._adam_steps(work)), rows=len(DISTANCES))
+        adam = self._adam_steps(work)
+        limit = (1 + self.restarts) * portfolio + self.cycles * cycle + adam
+        return Cost(portfolio + max(cycle, adam), len(DISTANCES), limit)
 
     def run(self, target: Target) -> Answer:
         return self.reconstruct(target)

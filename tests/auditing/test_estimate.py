@@ -1,0 +1,76 @@
+"""How long an audit will take, against how long it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.generative import gan
+from gradveil.auditing.case import Case
+from gradveil.auditing.estimate import Estimate, wall_seconds
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.plan import Cell, make_plan
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
+from gradveil.storage.run_folder import RunFolder
+
+
+def small(**settings: object) -> Case:
+    torch.manual_seed(0)
+    x, y = torch.rand(120, 1, 8, 8), torch.arange(120) % 3
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, 3))
+    return Case(make_spec({"data": (x, y), "model": model, "victims": 4, **settings}))
+
+
+def test_the_plan_is_near_the_cpu_time_that_is_used(tmp_path: Path) -> None:
+    case = small(defenses=["gaussian:std=0.5"], attacks=["ig:steps=600", "idlg:steps=150", "linear", "noise-likelihood"])
+    plan = make_plan(case)
+    estimate = Estimate(case, plan)
+    expected = sum(estimate.cell(cell).seconds for cell in plan)
+    run_audit(case, Execution(out=tmp_path / "run", workers=0))
+    folder = RunFolder(tmp_path / "run")
+    used = sum(folder.outcome(cell.key).cpu_seconds or 0.0 for cell in plan)
+    assert used > 2
+    assert used / 2 < expected < 2 * used  # 1.5 on a quiet machine; the machine of this test may be a busy one
+
+
+def test_what_does_not_apply_costs_nothing_and_says_why() -> None:
+    case = small(defenses=["prune:ratio=0.5"], attacks=["linear", "noise-likelihood"])
+    plan = make_plan(case)
+    estimate = Estimate(case, plan)
+    times = {str(cell): estimate.cell(cell) for cell in plan}
+    linear, noise = times["linear under none"], times["noise-likelihood under prune:ratio=0.5"]
+    assert "the first fully connected layer" in (linear.reason or "") and linear.seconds < 0.2
+    assert "adds no noise" in (noise.reason or "") and noise.seconds < 0.2
+    assert times["updates under none"].reason is None
+
+
+def test_the_limit_counts_every_stage_of_a_search_that_may_end_early() -> None:
+    case = small(attacks=["swift", "ig:steps=300"], defenses=["gaussian:std=0.5"])
+    plan = make_plan(case)
+    estimate = Estimate(case, plan)
+    swift, ig = (estimate.cell(plan.of("attack", "gaussian:std=0.5")[i]) for i in (0, 1))
+    assert swift.limit > 1.5 * swift.seconds and ig.limit == ig.seconds
+
+
+def test_trying_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that were trained for three steps must not be taken for trained ones later."""
+    monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "cache"))
+    case = small(attacks=["ggl", "inverter"], defenses=["loda:extractor=trained"])
+    plan, before = make_plan(case), dict(gan._KEPT)
+    estimate = Estimate(case, plan)
+    reasons = {str(cell): estimate.cell(cell).reason for cell in plan}
+    assert reasons["ggl under none"] is None and reasons["inverter under none"] is None
+    assert before == gan._KEPT
+    assert not (tmp_path / "cache").exists()
+
+
+def test_workers_share_the_work_and_wait_for_what_a_cell_needs() -> None:
+    cells = [Cell("a", "observe"), *(Cell(key, "attack", needs=("a",)) for key in "bcd")]
+    seconds = {"a": 2.0, "b": 4.0, "c": 3.0, "d": 1.0}
+    assert wall_seconds(cells, seconds, 1) == 10
+    assert wall_seconds(cells, seconds, 2) == 6
+    assert wall_seconds(cells, seconds, 8) == 6
