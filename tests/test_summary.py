@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gradveil import __version__
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, Rate, ScoreRow, Statistic
-from gradveil.summary import AttackRow, CaseFacts, DefenseRow, LeakTest, Summary, Worst
+from gradveil.summary import AttackRow, CaseFacts, DefenseRow, LeakTest, Recommendation, Rejection, Summary, Worst
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "reference" / "summary.schema.json"
 CASE: dict[str, Any] = {
@@ -24,6 +24,10 @@ CASE: dict[str, Any] = {
 TEST = LeakTest(
     statistic=9.0, null_mean=2.0, p=0.001, level=0.05, draws=999, strangers=40, untested=0, smallest_p=0.001,
     control_rate=1.0, control_null=0.02, power=1.0, detectable=0.2,
+)  # fmt: skip
+
+ADVICE = Recommendation(
+    defense=None, max_loss=10.0, rejected=(Rejection(spec="clip", reasons=("leaks",)),), next_steps=()
 )  # fmt: skip
 
 
@@ -51,6 +55,7 @@ def summary() -> Summary:
     return Summary(
         gradveil=__version__, suite="standard-v2", command=None, scope="the scope", case=CaseFacts(**CASE),
         granted=(), not_tested=(), warnings=(), victims_needed=(), defenses=defenses, baseline=ScoreRow(),
+        recommendation=ADVICE,
     )  # fmt: skip
 
 
@@ -68,7 +73,7 @@ def test_a_summary_is_read_back_as_it_was_written(summary: Summary, tmp_path: Pa
 
 def test_fields_of_the_design_stand_under_their_names(summary: Summary) -> None:
     stored = summary.model_dump()
-    assert {"schema", "gradveil", "suite", "case", "defenses", "baseline"} <= stored.keys()
+    assert {"schema", "gradveil", "suite", "case", "defenses", "baseline", "recommendation"} <= stored.keys()
     case = "data model victims batch_size local_steps trained_rounds knowledge seed"
     assert set(case.split()) <= stored["case"].keys()
     row = stored["defenses"][1]
@@ -102,6 +107,9 @@ def test_the_published_schema_is_that_of_the_models() -> None:
         ({"baseline": {"asr": float("nan")}}, "baseline.asr: input should be a finite number"),
         ({"baseline": {"asr": True}}, "baseline.asr: input should be a valid number"),
         ({"scope": None}, "scope: input should be a valid string"),
+        ({"recommendation": None}, "recommendation: input should be"),
+        ({"recommendation": {**ADVICE.model_dump(), "rejected": []}}, "each audited defense is either recommended or rejected"),
+        ({"recommendation": {**ADVICE.model_dump(), "rejected": [], "defense": "clip"}}, "its verdict is not `no leak shown`"),
     ],
 )
 def test_what_is_no_summary_is_refused_in_one_line(summary: Summary, tmp_path: Path, change: dict[str, Any], says: str) -> None:

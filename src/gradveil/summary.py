@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, StorableText
@@ -48,6 +48,40 @@ NoticeCode = Literal[
     "broken-updates",
     "claimed-counter",
     "unknown-counter",
+]
+
+# Why an audit cannot tell whether a defense leaks; each is explained under the notice of the same name.
+Doubt = Literal[
+    "no-attack-ran", "few-strangers", "control-does-not-leak", "control-leaks-little", "few-victims", "attacks-failed"
+]
+
+# Why a defense is not recommended; docs/verdicts.md explains each.
+RejectionCode = Literal[
+    "leaks",
+    "cannot-tell",
+    "weak-control",
+    "no-counter",
+    "few-victims",
+    "coarse-test",
+    "cost-not-measured",
+    "too-costly",
+    "near-chance",
+    "costs-more",
+]
+StepCode = Literal[
+    "audit-defenses",
+    "stronger-attacks",
+    "more-private-images",
+    "failed-attacks",
+    "complete-evidence",
+    "stronger-setting",
+    "setting-between",
+    "milder-setting",
+    "no-setting-left",
+    "differential-privacy",
+    "larger-batches",
+    "secure-aggregation",
+    "several-updates",
 ]
 
 
@@ -176,6 +210,7 @@ class DefenseRow(Record):
     claimed: tuple[StorableText, ...] = ()  # attacks that only an author calls so
     scope: StorableText
     verdict: Verdict
+    doubts: tuple[Doubt, ...] = ()  # why the audit cannot tell
     test: LeakTest | None  # None: no attack ran
     look: DirectLook | None = None  # None: it was not looked at
     warnings: tuple[Notice, ...]
@@ -183,6 +218,14 @@ class DefenseRow(Record):
     gradient: GradientChange | None
     attacks: tuple[AttackRow, ...]
     worst: Worst | None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DefenseRow:
+        if (self.verdict == CANNOT_TELL) != bool(self.doubts):
+            raise ValueError("doubts are named where the verdict is `cannot tell`, and only there")
+        if self.control and self.verdict not in (LEAKS, CANNOT_TELL):
+            raise ValueError(f"the control either leaks or nothing can be told, but its verdict is `{self.verdict}`")
+        return self
 
     @property
     def control(self) -> bool:
@@ -200,6 +243,12 @@ class DefenseRow(Record):
         return next((row for row in self.ranked if row.ok), None)
 
     @property
+    def left_out(self) -> list[str]:
+        """Attacks that are built to break it and were no part of the audit."""
+        tried = {row.spec.partition(":")[0] for row in self.attacks}
+        return [name for name in self.counter if name not in tried]
+
+    @property
     def accuracy(self) -> float | None:
         return self.utility.acc_test if self.utility else None
 
@@ -214,6 +263,36 @@ class DefenseRow(Record):
     @property
     def cosine(self) -> float | None:
         return self.gradient.cosine if self.gradient else None
+
+
+class Rejection(Record):
+    """One audited defense that is not recommended, with every reason."""
+
+    spec: StorableText
+    reasons: tuple[RejectionCode, ...]
+
+
+class NextStep(Record):
+    """What to do next, and why."""
+
+    code: StepCode
+    reason: StorableText
+    command: StorableText | None  # None: no command does it, or the audit was of Python objects
+
+
+class Recommendation(Record):
+    """The defense to take, if the evidence suffices for one; docs/verdicts.md states the rules."""
+
+    defense: StorableText | None
+    max_loss: float  # percent of the undefended accuracy that it may lose
+    rejected: tuple[Rejection, ...]
+    next_steps: tuple[NextStep, ...]
+
+    @property
+    def candidates(self) -> list[str]:
+        """Defenses under which no leak was shown, and of which no reason but missing evidence speaks against them."""
+        final = {"leaks", "cannot-tell", "too-costly", "near-chance", "costs-more"}
+        return [rejection.spec for rejection in self.rejected if not final & set(rejection.reasons)]
 
 
 class Summary(Record):
@@ -233,6 +312,18 @@ class Summary(Record):
     victims_needed: tuple[VictimsNeeded, ...]
     defenses: tuple[DefenseRow, ...]
     baseline: ScoreRow | None  # what an adversary gets with no update at all
+    recommendation: Recommendation
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Summary:
+        advice = self.recommendation
+        audited = [defense.spec for defense in self.defenses if not defense.control]
+        advised = [rejected.spec for rejected in advice.rejected] + ([advice.defense] if advice.defense is not None else [])
+        if sorted(audited) != sorted(advised):
+            raise ValueError("each audited defense is either recommended or rejected")
+        if advice.defense is not None and self.recommended is None:
+            raise ValueError(f"{advice.defense} is recommended, but its verdict is not `{NO_LEAK}`")
+        return self
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
@@ -254,6 +345,11 @@ class Summary(Record):
     @property
     def control(self) -> DefenseRow | None:
         return next((d for d in self.defenses if d.control), None)
+
+    @property
+    def recommended(self) -> DefenseRow | None:
+        """The defense to take."""
+        return next((d for d in self.defenses if d.spec == self.recommendation.defense and d.verdict == NO_LEAK), None)
 
     @property
     def attacks(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from advised import advised
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.stats import beta
@@ -150,7 +151,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
         "command": "gradveil audit --data mnist-5k --model lenet --seed 0",
         **plan.extra,
     }  # fmt: skip
-    _write(folder / "summary.json", summary)
+    _write(folder / "summary.json", advised(summary))
     environment = {
         "case": "0123456789abcdef", "data_sha256": "d" * 64, "model_sha256": "e" * 64, "seed": 0, "gradveil": "0.2.0",
         "python": "3.11.2", "packages": {"torch": "2.13.0"}, "platform": "Linux", "cpus": 2, "seconds": 83.2,
@@ -200,7 +201,7 @@ def _store_cell() -> Callable[[Path, dict[str, Any]], None]:
 @pytest.fixture
 def parsed() -> Callable[[dict[str, Any]], Summary]:
     """A summary as the verdict makes it, of what a test has made of one."""
-    return lambda summary: Summary.model_validate(summary, strict=False)
+    return lambda summary: Summary.model_validate(advised(summary), strict=False)
 
 
 @pytest.fixture

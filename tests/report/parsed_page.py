@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from advised import advised
 from PIL import Image
 
 from gradveil.auditing.spec import PictureMode
@@ -58,7 +59,7 @@ def page_of(folder: Path, mode: PictureMode = "blurred") -> Page:
 def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     summary = json.loads((folder / "summary.json").read_text())
     change(summary)
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps(advised(summary)))
     return folder
 
 

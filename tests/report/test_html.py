@@ -30,11 +30,12 @@ HOSTILE = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{7*
 
 
 def test_both_readers_find_their_part(run: Run) -> None:
-    page = page_of(run())
+    page = page_of(run(victims=16))
     for phrase in (
         "Of 2 audited defenses, 1 leaks and 1 showed no leak.",
         "Recommended defense precode",
-        "4 of 4 private images could be picked out",
+        "Not recommended prune:ratio=0.9 – it leaks.",
+        "16 of 16 private images could be picked out",
         "What the adversary was granted",
         "What was not tested",
         "For a data-protection impact assessment",
@@ -216,7 +217,7 @@ def test_every_verdict_and_warning_links_to_its_explanation(run: Run) -> None:
 
     page = page_of(edit(run(), change))
     links = {a["href"].removeprefix(f"{words.GUIDE}#") for a in page.of("a") if a["href"].startswith(words.GUIDE)}
-    assert links == {"leaks", "no-leak-shown", "weak-attacks", "single-draw"}
+    assert links == {"leaks", "no-leak-shown", "weak-attacks", "single-draw", "recommendation"}
     assert "Test: p = 0.600 against 160 strangers" in page.text and "15 for 10%" in page.text
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from advised import advised
 from rich.console import Console
 
 from gradveil.report import print_summary, table
@@ -15,20 +18,21 @@ from gradveil.summary import Summary
 
 def shown(summary: dict[str, Any], width: int = 120, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, **options)
-    print_summary(Summary.model_validate(summary, strict=False), console)
+    print_summary(Summary.model_validate(advised(summary), strict=False), console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
 
-def test_every_defense_with_its_verdict_numbers_and_the_baseline(summary: dict[str, Any]) -> None:
-    lines = shown(summary).splitlines()
+def test_every_defense_with_its_verdict_numbers_and_the_baseline(run: Callable[..., Path]) -> None:
+    lines = shown(json.loads((run(victims=16) / "summary.json").read_text())).splitlines()
     none = next(line for line in lines if line.startswith("none"))
     assert none.split()[1:3] == ["leaks", "ig"]
-    assert "100% (40–100%)" in none and "93.0%" in none
+    assert "100% (79–100%)" in none and "93.0%" in none
     precode = next(line for line in lines if line.startswith("precode"))
     assert "no leak shown" in precode and "8.6" in precode
     assert any(line.startswith("baseline") and "9.5" in line for line in lines)
-    assert any(line.startswith("Recommended: precode") for line in lines)
+    assert any(line.startswith("Recommended: precode: no leak was shown under it") for line in lines)
+    assert "Not recommended: prune:ratio=0.9 – it leaks." in lines
     assert any(line.startswith("Test of precode: p = 0.600 against 160 strangers") for line in lines)
     assert "15 for 10% and more than the data has for 50%" in " ".join(" ".join(lines).split())
 
@@ -74,4 +78,6 @@ def test_what_was_not_measured_is_printed_too(summary: dict[str, Any]) -> None:
     for defense in summary["defenses"]:
         defense |= {"verdict": "cannot tell", "test": None, "attacks": [], "worst": None, "utility": None, "gradient": None}
     summary["baseline"] = None
-    assert shown(summary).count("cannot tell") == 3
+    text = shown(summary)
+    assert text.count("cannot tell") == 3 + 2, "in the table, and why the two are not recommended"
+    assert "No audited defense can be recommended." in text and "Next: No attack ran without a defense" in text

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from advised import advised
+from pydantic import ValidationError
 
 from gradveil.core.text import plain
 from gradveil.report import words
@@ -40,6 +42,7 @@ def defense(spec: str, verdict: str, pdm: float | None = None, **fields: Any) ->
         "attacks": [row(scored=8, identified={**rate, "chance": 0.001})],
         "worst": {"identified": {**rate, "chance": 0.001}, "scored": 8, "attacks": 1, "by_victim": []},
         "test": TEST | ({} if verdict == "leaks" else {"p": 0.4}),
+        "doubts": ["few-victims"] if verdict == "cannot tell" else [],
     }
     return DefenseRow.model_validate({**given, **fields}, strict=False)
 
@@ -60,54 +63,10 @@ def view(*defenses: DefenseRow, **fields: Any) -> Summary:
         "victims_needed": [],
         "baseline": None,
     }
-    return Summary.model_validate({**given, "defenses": defenses, **fields}, strict=False)
+    return Summary.model_validate(advised({**given, "defenses": defenses, **fields}), strict=False)
 
 
 CONTROL = defense("none", "leaks", 0.0)
-
-
-def test_recommends_the_least_accuracy_loss_among_those_that_do_not_leak() -> None:
-    found = words.recommend(
-        view(CONTROL, defense("a", "leaks", 0.1), defense("b", "no leak shown", 5.0), defense("c", "unrefuted", 3.0))
-    )
-    assert found.defense is not None and found.defense.spec == "c"
-    assert "3.0% of the accuracy" in found.text and "unrefuted" in found.text and "1.5 times" in found.text
-
-
-def test_at_equal_loss_the_tested_one_is_preferred_to_the_unrefuted() -> None:
-    found = words.recommend(view(CONTROL, defense("a", "unrefuted", 2.0), defense("b", "no leak shown", 2.0)))
-    assert found.defense is not None and found.defense.spec == "b"
-
-
-def test_all_leaking_is_said_plainly() -> None:
-    found = words.recommend(view(CONTROL, defense("a", "leaks", 1.0), defense("b", "leaks", 2.0)))
-    assert found.defense is None
-    assert found.text.startswith("All 2 audited defenses leak.")
-
-
-def test_the_undefended_control_is_never_recommended() -> None:
-    held = view(defense("none", "cannot tell", 0.0), defense("a", "cannot tell", 2.0))
-    assert words.recommend(held).defense is None
-    alone = words.recommend(view(CONTROL))
-    assert alone.defense is None and "No defense was audited" in alone.text
-
-
-def test_what_could_not_be_judged_is_not_recommended() -> None:
-    assert words.recommend(view(CONTROL, defense("a", "cannot tell", 0.0), defense("b", "leaks", 1.0))).defense is None
-
-
-def test_without_utility_the_gradient_decides_and_the_text_says_so() -> None:
-    found = words.recommend(
-        view(
-            CONTROL,
-            defense("a", "no leak shown", gradient={"cosine": 0.5, "noise_ratio": 1.0}),
-            defense("b", "no leak shown", gradient={"cosine": 0.9, "noise_ratio": 1.0}),
-        )
-    )
-    assert found.defense is not None and found.defense.spec == "b"
-    assert "not measured" in found.text
-    nothing = words.recommend(view(CONTROL, defense("a", "no leak shown")))
-    assert nothing.defense is None and "not measured" in nothing.text
 
 
 @pytest.mark.parametrize("verdict", ["leaks", "no leak shown", "unrefuted", "cannot tell"])
@@ -118,37 +77,49 @@ def test_a_verdict_is_one_sentence_with_count_interval_and_chance(verdict: str) 
 
 
 @pytest.mark.parametrize(
-    ("test", "says"),
+    ("doubts", "says"),
     [
-        ({"control_rate": 0.4}, "without a defense the attacks get too little (40% of the images)"),
-        ({"power": 0.7}, "with so few victims a leak could have stayed unseen"),
-        ({"smallest_p": 0.1}, "too few strangers are left"),
-        ({}, "show no leak without a defense either"),
-        (None, "no attack ran"),
+        (["control-leaks-little"], "without a defense the attacks get too little (40% of the images)."),
+        (["few-victims"], "with so few victims a leak could have stayed unseen."),
+        (["few-strangers"], "too few strangers are left to compare with."),
+        (["control-does-not-leak"], "the attacks show no leak without a defense either."),
+        (["no-attack-ran"], "no attack ran."),
+        (
+            ["few-victims", "attacks-failed"],
+            "stayed unseen and an attack that works without a defense, or the direct look, failed",
+        ),
     ],
 )
-def test_the_sentence_says_why_it_cannot_tell(test: dict[str, Any] | None, says: str) -> None:
-    outcome = None if test is None else TEST | {"p": 0.4} | test
-    sentence = words.verdict_sentence(defense("a", "cannot tell", test=outcome))
+def test_the_sentence_says_why_it_cannot_tell(doubts: list[str], says: str) -> None:
+    outcome = TEST | {"p": 0.4, "control_rate": 0.4}
+    sentence = words.verdict_sentence(defense("a", "cannot tell", test=outcome, doubts=doubts))
     assert sentence.startswith("This audit cannot tell: none of 8") and says in sentence
 
 
 def test_the_control_is_never_called_unrefuted_and_needs_no_counter() -> None:
-    sentence = words.verdict_sentence(defense("none", "cannot tell"))
+    sentence = words.verdict_sentence(defense("none", "cannot tell", doubts=["control-does-not-leak"]))
     assert "not more than images of strangers would give" in sentence and "built to break" not in sentence
+    for verdict in ("unrefuted", "no leak shown"):
+        with pytest.raises(ValidationError, match="the control either leaks or nothing can be told"):
+            defense("none", verdict)
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({}, "this project has no attack that is built to break it"),
-        ({"claimed": ["mine"]}, "this project has no attack that is built to break it"),
-        ({"counter": ["clip-aware"]}, "clip-aware, built to break it, took no part"),
-        ({"counter": ["clip-aware"], "attacks": [row("clip-aware", adaptive=True)]}, "a part of it was not attacked"),
-    ],
+    ("verdict", "doubts"), [("cannot tell", []), ("leaks", ["few-victims"]), ("unrefuted", ["few-victims"])]
 )
-def test_a_recommendation_says_why_a_defense_is_only_unrefuted(fields: dict[str, Any], says: str) -> None:
-    assert says in words.recommend(view(CONTROL, defense("a", "unrefuted", 2.0, **fields))).text
+def test_doubts_belong_to_cannot_tell(verdict: str, doubts: list[str]) -> None:
+    with pytest.raises(ValidationError, match="doubts are named where the verdict is `cannot tell`"):
+        defense("a", verdict, doubts=doubts)
+
+
+def test_a_leak_without_an_identified_image_says_what_shows_it() -> None:
+    none = {"identified": {"rate": 0.0, "low": 0.0, "high": 0.37, "chance": 0.001}, "scored": 8, "attacks": 1, "by_victim": []}
+    half_good = words.verdict_sentence(defense("a", "leaks", worst=none))
+    assert half_good.startswith(
+        "Updates leak: what is sent or rebuilt is more like the private images than like strangers (p = 0.001)"
+    )
+    rescaled = words.verdict_sentence(defense("a", "leaks", worst=none, test=TEST | {"p": 0.4}))
+    assert rescaled.startswith("Updates leak: they are the undefended ones up to their size, and those leak; here none of 8")
 
 
 def test_the_test_stands_beside_the_verdict_in_one_line() -> None:
@@ -184,6 +155,12 @@ def test_failed_and_inapplicable_attacks_count_as_not_tested() -> None:
     assert "dlg against a: failed (not finite)" in items
 
 
+def test_counters_that_were_left_out_count_as_not_tested() -> None:
+    rows = [row("clip-aware:steps=3")]
+    both = view(CONTROL, defense("a", "unrefuted", counter=["clip-aware", "repeats"], attacks=rows))
+    assert words.not_tested(both)[-1] == "repeats against a: not part of this audit (built to break it)"
+
+
 def test_the_audits_own_words_come_first() -> None:
     given = view(
         CONTROL,
@@ -203,15 +180,21 @@ def test_without_a_control_the_reader_is_told() -> None:
 
 def test_the_assessment_names_risk_scope_grant_finding_cost_and_rest() -> None:
     text = words.assessment(view(CONTROL, defense("loda", "no leak shown", 4.0)))
-    parts = ("lenet on faces", "granted:", "Without a defense, 8 of 8", "With the defense loda, none of 8")
-    for part in (*parts, "4.0% of", "Residual risk", "Not tested:"):
+    parts = ("lenet on faces", "granted:", "Without a defense, 8 of 8", "No defense is recommended yet.")
+    for part in (
+        *parts,
+        "loda – ",
+        "8 tested images in 8 batches are too few (at least 16 in 8)",
+        "Residual risk",
+        "Not tested:",
+    ):
         assert part in text
     assert "\n" not in text
 
 
 def test_nothing_is_ever_called_safe(run: Callable[..., Path]) -> None:
     given = Summary.read(run())
-    said = [words.overall(given), words.assessment(given), words.recommend(given).text]
+    said = [words.overall(given), words.assessment(given), words.recommendation(given)]
     said += (
         [words.verdict_sentence(d) for d in given.defenses] + [c.text for c in words.caveats(given)] + words.not_tested(given)
     )

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import SUITE
-from gradveil.core.text import plural, shorten
+from gradveil.core.text import listing, plural, shorten
 from gradveil.defenses.base import Defense
-from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL, POWER
+from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, DirectLook, LeakTest, Notice, NoticeCode, Verdict
+from gradveil.summary import LEAKS, DefenseRow, Notice, NoticeCode
 
 SAME = 0.999  # agreement from which on updates are the undefended ones up to their size
 
@@ -35,29 +35,33 @@ def not_tested(case: Case) -> tuple[str, ...]:
     return tuple(items)
 
 
-def audit_notices(case: Case, control: DefenseRow, weak: Sequence[str]) -> tuple[Notice, ...]:
+def audit_notices(case: Case, defenses: Sequence[DefenseRow], weak: Sequence[str]) -> tuple[Notice, ...]:
     """What concerns all defenses. `weak` are the attacks that show no leak on the control."""
     texts: dict[NoticeCode, str] = {}
-    test, slots = control.test, case.slots
-    if slots.smallest_p > LEVEL:
+    control, slots = next(d for d in defenses if d.control), case.slots
+    test, leaking = control.test, [d.spec for d in defenses if d.verdict == LEAKS]
+    if test is None:
+        texts["no-attack-ran"] = "No attack ran without a defense, so it is not shown that the attacks work in this setting."
+    elif "few-strangers" in control.doubts:
         texts["few-strangers"] = (
             f"With {plural(len(slots.stranger_label), 'stranger')} the smallest p-value is {slots.smallest_p:.2g}, so that no "
             "leak can be shown. More private images, or fewer victims of each class, are needed."
         )
     elif control.verdict != LEAKS:
+        though = f", though they show one under {listing(leaking)}" if leaking else ""
         texts["control-does-not-leak"] = (
-            "The attacks show no leak even without a defense. They did not work in this setting, so their failing under a "
-            "defense says nothing; a larger budget, more attacks or more victims may help."
+            f"The attacks show no leak without a defense{though}. Where they show none under a defense, that says nothing; a "
+            "larger budget, more attacks or more victims may help."
         )
-    elif test is not None and test.control_rate - test.control_null < LEAST_EXCESS:
+    elif test.control_rate - test.control_null < LEAST_EXCESS:
         texts["control-leaks-little"] = (
             f"Without a defense the attacks identify {test.control_rate:.0%} of the images, which is less than half above "
-            "chance. So their failing under a defense says little."
+            "chance. Where they show no leak under a defense, that says little."
         )
     if weak and control.verdict == LEAKS:
         verb = "does" if len(weak) == 1 else "do"
         texts["weak-attacks"] = (
-            f"{', '.join(weak)} {verb} not show the leak of undefended updates, so failing under a defense says nothing."
+            f"{', '.join(weak)} {verb} not show the leak of undefended updates; their failing under a defense says nothing."
         )
     if test is not None and test.untested:
         images = plural(test.untested, "private image")
@@ -73,21 +77,16 @@ def audit_notices(case: Case, control: DefenseRow, weak: Sequence[str]) -> tuple
 
 
 def defense_notices(
-    case: Case,
-    defense: Defense,
-    observed: StoredCell,
-    attacked: Sequence[StoredCell],
-    test: LeakTest | None,
-    look: DirectLook | None,
-    verdict: Verdict,
+    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell], row: DefenseRow
 ) -> tuple[Notice, ...]:
-    """What concerns one defense."""
+    """What concerns one defense. `row` has no notices yet."""
     texts: dict[NoticeCode, str] = {}
+    test, look = row.test, row.look
     if observed.status != "ok":
         texts["no-updates"] = f"its updates could not be computed: {observed.error}"
     elif test is None:
         texts["no-attack-ran"] = "no attack ran on it"
-    elif verdict == CANNOT_TELL and case.slots.smallest_p <= test.level and test.power < POWER:
+    elif "few-victims" in row.doubts:
         texts["few-victims"] = (
             f"with {plural(case.spec.victims, 'victim')} a leak half as frequent as without a defense is seen with a "
             f"probability of {test.power:.0%} only"
@@ -96,7 +95,7 @@ def defense_notices(
         texts["single-draw"] = (
             "random, but judged on a single draw: repeated updates of the same images may leak more (--updates)"
         )
-    if verdict == LEAKS and not (test is not None and test.leaks):
+    if row.verdict == LEAKS and not (test is not None and test.leaks):
         texts["only-rescaled"] = "its updates are the undefended ones up to their size, so the verdict without a defense holds"
     if look is not None and look.p <= LEVEL and look.seen:
         images = plural(look.seen, "private image")

@@ -84,6 +84,9 @@ class AuditSpec(BaseModel):
     utility: Annotated[UtilityTraining | None, OUTSIDE_CASE] = Field(
         None, description="Train under each defense to see its cost."
     )
+    max_loss: Annotated[float, OUTSIDE_CASE] = Field(
+        10.0, ge=0, le=100, description="Percent of accuracy that a recommended defense may lose."
+    )
     pictures: Annotated[PictureMode | None, OUTSIDE_CASE] = Field(
         None, description="none (not stored), blurred or shown. [shown for the public sets, else blurred]"
     )

@@ -4,7 +4,7 @@ A verdict is the outcome of a test with a known error rate, and never says more 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from gradveil import __version__
 from gradveil.attacks.suite import Counters, is_countered
+from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
@@ -43,6 +44,7 @@ from gradveil.summary import (
     CaseFacts,
     DefenseRow,
     DirectLook,
+    Doubt,
     LeakTest,
     Summary,
     UtilityRow,
@@ -63,6 +65,9 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     data = case.data
     facts = {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
+    needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
+    chance = 1 / data.num_classes if data.has_classes else None
+    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private))
     return Summary(
         gradveil=__version__,
         suite=suite_name(case),
@@ -71,10 +76,11 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         case=CaseFacts.model_validate({**case.terms, **facts}),
         granted=("the model and every update that is sent", *granted),
         not_tested=not_tested(case),
-        warnings=audit_notices(case, next(d for d in defenses if d.control), control.weak),
-        victims_needed=needed_for_shares(control.background, control.leaked) if control.ran else (),
+        warnings=audit_notices(case, defenses, control.weak),
+        victims_needed=needed,
         defenses=defenses,
         baseline=baseline.rows[0] if baseline.status == "ok" else None,
+        recommendation=advise(evidence),
     )
 
 
@@ -195,16 +201,30 @@ def _test(case: Case, compared: Sequence[StoredCell], control: Control) -> LeakT
 
 def _verdict(
     case: Case, defense: Defense, test: LeakTest | None, control: Control, observed: StoredCell, attacked: Sequence[StoredCell]
-) -> Verdict:
+) -> tuple[Verdict, tuple[Doubt, ...]]:
     """In order of precedence. The control leaks, or nothing can be told; what only rescales is the control."""
     if (test is not None and test.leaks) or (control.leaks and only_rescaled(observed)):
-        return LEAKS
-    shown = control.leaks and control.excess >= LEAST_EXCESS and test is not None and test.power >= POWER
-    failed = any(c.status == "failed" and (c.kind == "look" or c.attack in control.ran) for c in attacked)
-    if not shown or failed or defense.spec == CONTROL:
-        return CANNOT_TELL
+        return LEAKS, ()
+    if doubts := tuple(_doubts(case, test, control, attacked)):
+        return CANNOT_TELL, doubts
     ran = {type(case.attack(c.attack)) for c in attacked if c.status == "ok" and c.kind == "attack"}
-    return NO_LEAK if is_countered(defense, ran) else UNREFUTED
+    return NO_LEAK if is_countered(defense, ran) else UNREFUTED, ()
+
+
+def _doubts(case: Case, test: LeakTest | None, control: Control, attacked: Sequence[StoredCell]) -> Iterator[Doubt]:
+    """Why it would say nothing that no leak was shown. The control itself always has one, unless it leaks."""
+    if test is None:
+        yield "no-attack-ran"
+    elif case.slots.smallest_p > LEVEL:
+        yield "few-strangers"
+    elif not control.leaks:
+        yield "control-does-not-leak"
+    elif control.excess < LEAST_EXCESS:
+        yield "control-leaks-little"
+    elif test.power < POWER:
+        yield "few-victims"
+    if any(c.status == "failed" and (c.kind == "look" or c.attack in control.ran) for c in attacked):
+        yield "attacks-failed"
 
 
 # -- one defense -----------------------------------------------------------------------------------------------------
@@ -217,22 +237,24 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
     observed = cells[next(c for c in plan.of("observe", text) if not c.attack).key]
     test, look = _test(case, [*ran, *looked], control), _look(case, looked)
     all_cells = [*attacked, *(cells[cell.key] for cell in plan.of("look", text))]
-    verdict = _verdict(case, defense, test, control, observed, all_cells)
-    return DefenseRow(
+    verdict, doubts = _verdict(case, defense, test, control, observed, all_cells)
+    row = DefenseRow(
         spec=text,
         stage=tuple(defense.stages),
         counter=counters.accepted,
         claimed=counters.claimed,
         scope=scope(case, [c.attack for c in plan.of("observe", text) if c.attack]),
         verdict=verdict,
+        doubts=doubts,
         test=test,
         look=look,
-        warnings=defense_notices(case, defense, observed, all_cells, test, look, verdict),
+        warnings=(),
         utility=_utility(_history(plan, cells, text), clean),
         gradient=observed.gradient,
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
     )
+    return row.model_copy(update={"warnings": defense_notices(case, defense, observed, all_cells, row)})
 
 
 def _rows(case: Case, counters: Counters, cell: Cell, stored: StoredCell) -> Iterable[AttackRow]:

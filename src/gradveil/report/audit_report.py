@@ -120,7 +120,7 @@ class Report:
         return target
 
     def _repr_html_(self) -> str:
-        return page("notebook.html.j2", summary=self.summary, choice=words.recommend(self.summary))
+        return page("notebook.html.j2", summary=self.summary)
 
     def __repr__(self) -> str:
         return f"<Report: {words.overall(self.summary)} {self.summary.scope}>"

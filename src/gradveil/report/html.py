@@ -93,7 +93,6 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         script=Markup(script),  # our own file, without a word of the run in it
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdicts=[(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses],
-        choice=words.recommend(summary),
         scatter=chart.privacy_utility(summary),
         control_rows=summary.control.ranked if summary.control else [],
         rows=rows,

@@ -58,8 +58,12 @@ def print_summary(summary: Summary, console: Console) -> None:
             console.print(Text(f"Test of {plain(defense.spec)}: {words.evidence_line(defense.test)}.", "dim"))
     if summary.victims_needed:
         console.print(Text(words.needed_sentence(summary.victims_needed), "dim"))
-    overall, choice = plain(words.overall(summary)), words.recommend(summary)
-    if not choice.text.startswith(overall):
-        console.print(Text(overall))
-    start = ("Recommended: ", "bold") if choice.defense else ""
-    console.print(Text.assemble(start, plain(choice.text)))
+    advice = summary.recommendation
+    console.print(Text(plain(words.overall(summary))))
+    console.print(Text.assemble(("Recommended: ", "bold") if advice.defense else "", plain(words.recommendation(summary))))
+    for rejected in advice.rejected:
+        console.print(Text(f"Not recommended: {plain(words.rejection(summary, rejected))}"))
+    for step in advice.next_steps:
+        console.print(Text.assemble(("Next: ", "bold"), plain(step.reason)))
+        if step.command:
+            console.print(Text(f"  {plain(step.command)}"), soft_wrap=True)  # to be copied as one line

@@ -3,23 +3,25 @@
 A missing leak is never called more than that: attacks only ever show that something leaks.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
 
+from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, MOST_UNSEEN
 from gradveil.core.results import Rate, ScoreStatistics, Statistic
 from gradveil.core.text import listing, plural, shorten
-from gradveil.metrics.leak_test import LEAST_EXCESS, POWER
 from gradveil.summary import (
     CANNOT_TELL,
     LEAKS,
     NO_LEAK,
     UNREFUTED,
     DefenseRow,
+    Doubt,
     LeakTest,
     Notice,
     NoticeCode,
+    Rejection,
+    RejectionCode,
     Summary,
     Verdict,
     VictimsNeeded,
@@ -94,8 +96,8 @@ def recovered(defense: DefenseRow) -> str:
     )
 
 
-def explained(subject: Verdict | NoticeCode) -> str:
-    """Where a verdict or a notice is explained."""
+def explained(subject: Verdict | NoticeCode | Literal["recommendation"]) -> str:
+    """Where a verdict, a notice or the recommendation is explained."""
     return f"{GUIDE}#{subject.replace(' ', '-')}"
 
 
@@ -103,32 +105,39 @@ def verdict_sentence(defense: DefenseRow) -> str:
     """The verdict in one sentence."""
     clause = recovered(defense)
     if defense.verdict == LEAKS:
-        by = f"; the strongest attack was {defense.best.spec}" if defense.best else ""
-        return f"{'Without a defense updates leak' if defense.control else 'Updates leak'}: {clause}{by}."
+        return f"{'Without a defense updates leak' if defense.control else 'Updates leak'}: {_leak(defense, clause)}."
     if defense.verdict == CANNOT_TELL:
-        return f"This audit cannot tell: {clause}; {_doubt(defense)}."
+        return f"This audit cannot tell: {clause}; {listing(_doubt(defense, code) for code in defense.doubts)}."
     if defense.verdict == NO_LEAK:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
     weak = "for the defense or a part of it no attack ran that is built to break it, so the evidence is weak"
     return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
 
 
-def _doubt(defense: DefenseRow) -> str:
+def _leak(defense: DefenseRow, clause: str) -> str:
+    """What shows that a defense leaks: the test, or that its updates are the undefended ones."""
+    by = f"; the strongest attack was {defense.best.spec}" if defense.best else ""
+    if defense.test is None or not defense.test.leaks:
+        return f"they are the undefended ones up to their size, and those leak; here {clause}"
+    if defense.worst is not None and defense.worst.identified.rate > 0:
+        return f"{clause}{by}"
+    alike = f"what is sent or rebuilt is more like the private images than like strangers (p = {digits(defense.test.p, 3)})"
+    return f"{alike}, although {clause}{by}"
+
+
+def _doubt(defense: DefenseRow, code: Doubt) -> str:
     """Why an audit cannot tell."""
-    test = defense.test
-    if test is None:
-        return "no attack ran"
-    if test.smallest_p > test.level:
-        return "too few strangers are left to compare with"
-    if defense.control:
+    if code == "control-does-not-leak" and defense.control:
         return "that is not more than images of strangers would give"
-    if test.control_rate - test.control_null < LEAST_EXCESS:
-        return f"without a defense the attacks get too little ({percent(test.control_rate)} of the images)"
-    if test.power < POWER:
-        return "with so few victims a leak could have stayed unseen"
-    if failed := [row.spec for row in defense.ranked if row.status == "failed"]:
-        return f"{listing(failed)} failed here"
-    return "the attacks show no leak without a defense either"
+    undefended = percent(defense.test.control_rate) if defense.test else NOTHING
+    return {
+        "no-attack-ran": "no attack ran",
+        "few-strangers": "too few strangers are left to compare with",
+        "control-does-not-leak": "the attacks show no leak without a defense either",
+        "control-leaks-little": f"without a defense the attacks get too little ({undefended} of the images)",
+        "few-victims": "with so few victims a leak could have stayed unseen",
+        "attacks-failed": "an attack that works without a defense, or the direct look, failed here",
+    }[code]
 
 
 def evidence_line(test: LeakTest) -> str:
@@ -184,9 +193,11 @@ def overall(summary: Summary) -> str:
 
 
 def not_tested(summary: Summary) -> list[str]:
-    """What this audit says nothing about; attacks that were to run but did not are always among it."""
+    """What this audit says nothing about; attacks that were to run but did not, and counters left out, are among it."""
     missing: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for defense in summary.defenses:
+        for name in defense.left_out:
+            missing[name, "not part of this audit", "built to break it"].append(defense.spec)
         for row in defense.ranked:
             if not row.ok:
                 missing[row.spec, row.status, row.error or ""].append(defense.spec)
@@ -205,54 +216,58 @@ def caveats(summary: Summary) -> list[Notice]:
     return [*summary.warnings, Notice(code="no-control", text=text)]
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The defense to take, if the evidence allows for one, and why."""
-
-    defense: DefenseRow | None
-    text: str
-
-
-def recommend(summary: Summary) -> Recommendation:
-    """Among the defenses that do not leak, the one that costs least accuracy."""
-    audited = [d for d in summary.defenses if not d.control]
-    if not audited:
-        return Recommendation(None, "No defense was audited, so none can be recommended.")
-    held = [d for d in audited if d.verdict in (NO_LEAK, UNREFUTED)]
-    if not held:
-        if all(d.verdict == LEAKS for d in audited):
-            which = "The audited defense leaks" if len(audited) == 1 else f"All {len(audited)} audited defenses leak"
-            return Recommendation(None, f"{which}. None can be recommended on this evidence.")
-        which = "leaks, or this audit cannot tell" if any(d.verdict == LEAKS for d in audited) else "is beyond what it can tell"
-        return Recommendation(None, f"No recommendation: of each audited defense this audit says that it {which}.")
-    if costed := [d for d in held if d.loss is not None]:
-        best = min(costed, key=lambda d: (d.loss, d.verdict != NO_LEAK, d.overhead or math.inf))
-        why = _among(held, "the least accuracy loss")
-        unpriced = [d.spec for d in held if d.loss is None]
-        rest = f" Its rivals without a measured cost: {listing(unpriced)}." if unpriced else ""
-        return Recommendation(best, f"{best.spec} {why}. {cost(summary, best)}{rest}{_weak(best)}")
-    if compared := [d for d in held if d.cosine is not None]:
-        best = max(compared, key=lambda d: (d.cosine, d.verdict == NO_LEAK))
-        why = _among(held, f"the smallest change to the update (gradient cosine {digits(best.cosine)})")
-        return Recommendation(best, f"{best.spec} {why}. Its cost in accuracy was not measured.{_weak(best)}")
-    names = listing(d.spec for d in held)
-    return Recommendation(None, f"No leak was shown under {names}, but what they cost was not measured.")
+def recommendation(summary: Summary) -> str:
+    """Which defense to take, or that there is none, in a few sentences."""
+    best, advice = summary.recommended, summary.recommendation
+    if best is not None and best.test is not None:
+        unseen = percent(best.test.detectable)
+        rivals = sum("costs-more" in rejection.reasons for rejection in advice.rejected)
+        among = f" It loses least accuracy of the {rivals + 1} that meet all conditions." if rivals else ""
+        return (
+            f"{best.spec}: no leak was shown under it, not even by attacks that are built to break it; a leak of {unseen} of "
+            f"the images would have been seen.{among} {cost(summary, best)}"
+        )
+    if not advice.rejected:
+        return "No defense was audited, so none can be recommended."
+    if advice.candidates:
+        return f"No defense is recommended yet. No leak was shown under {listing(advice.candidates)}, but evidence is missing."
+    return "No audited defense can be recommended."
 
 
-def _among(held: Sequence[DefenseRow], merit: str) -> str:
-    if len(held) == 1:
-        return "is the only audited defense under which no leak was shown"
-    return f"has {merit} of the {len(held)} defenses under which no leak was shown"
+def rejection(summary: Summary, rejected: Rejection) -> str:
+    """Why one defense is not recommended: `prune:ratio=0.9 – it leaks.`"""
+    row = next(defense for defense in summary.defenses if defense.spec == rejected.spec)
+    return f"{rejected.spec} – {'; '.join(_against(summary, row, code) for code in rejected.reasons)}."
 
 
-def _weak(defense: DefenseRow) -> str:
-    if defense.verdict != UNREFUTED:
-        return ""
+def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
+    test, loss, limit = row.test, digits(row.loss, 1), digits(summary.recommendation.max_loss, 1)
+    images = row.worst.scored - row.test.untested if row.worst and row.test else 0
+    unseen = "any share" if test is None or test.detectable is None else f"up to {percent(test.detectable)}"
+    return {
+        "leaks": "it leaks",
+        "cannot-tell": "this audit cannot tell whether it leaks",
+        "weak-control": "without a defense the attacks get too little",
+        "no-counter": _no_counter(row),
+        "few-victims": (
+            f"{plural(images, 'tested image')} in {summary.case.victims} batches are too few "
+            f"(at least {LEAST_IMAGES} in {LEAST_BATCHES})"
+        ),
+        "coarse-test": f"a leak of {unseen} of the images could have stayed unseen (at most {percent(MOST_UNSEEN)} may)",
+        "cost-not-measured": "its cost in accuracy was not measured",
+        "too-costly": f"it loses {loss}% of the accuracy (at most {limit}% may be lost)",
+        "near-chance": f"with it the model learns next to nothing (accuracy {percent(row.accuracy, 1)})",
+        "costs-more": f"it loses more accuracy ({loss}%)",
+    }[code]
+
+
+def _no_counter(defense: DefenseRow) -> str:
     if not defense.counter:
-        return " It is unrefuted only: this project has no attack that is built to break it."
+        return "this project has no attack that is built to break it"
     if any(row.adaptive and row.ok for row in defense.attacks):
-        return " It is unrefuted only: a part of it was not attacked by anything that this project accepts as its counter."
-    return f" It is unrefuted only: {listing(defense.counter)}, built to break it, took no part in this audit."
+        return "a part of it was not attacked by anything that this project accepts as its counter"
+    verb = "was" if len(defense.counter) == 1 else "were"
+    return f"{listing(defense.counter)}, built to break it, {verb} not run here or did not apply"
 
 
 def cost(summary: Summary, defense: DefenseRow) -> str:
@@ -272,7 +287,6 @@ def cost(summary: Summary, defense: DefenseRow) -> str:
 
 def assessment(summary: Summary) -> str:
     """A paragraph to paste into a data-protection impact assessment."""
-    choice = recommend(summary)
     sentences = [
         "Model updates sent during joint training can reveal the images they were computed from. "
         f"This risk was measured with Gradveil {summary.gradveil} (attack suite {summary.suite}, "
@@ -281,11 +295,11 @@ def assessment(summary: Summary) -> str:
     ]
     if summary.control is not None:
         sentences.append(f"Without a defense, {recovered(summary.control)}.")
-    if best := choice.defense:
+    if best := summary.recommended:
         sentences.append(f"With the defense {best.spec}, {recovered(best)}{_bound(best)}.")
-        sentences.append(f"Verdict: {best.verdict}. {cost(summary, best)}{_weak(best)}")
+        sentences.append(f"Verdict: {best.verdict}. {cost(summary, best)}")
     else:
-        sentences.append(choice.text)
+        sentences.append(" ".join([recommendation(summary), *(rejection(summary, r) for r in summary.recommendation.rejected)]))
     sentences += [
         "Residual risk: the finding is bound to this scope, and attacks can show a leak but never that there is none.",
         f"Not tested: {'; '.join(not_tested(summary))}.",

@@ -1,0 +1,325 @@
+"""Which defense to take, why not the others, and what to do next: rules on the rows of a summary, never on impressions.
+
+A defense is recommended only where no leak was shown, in spite of an accepted counter, by attacks that work without a
+defense, on enough victims, at a measured and tolerable cost. docs/verdicts.md states the same rules for readers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
+from gradveil.core.text import listing, plural
+from gradveil.defenses.base import Defense
+from gradveil.defenses.gradient.dpsgd import NOISE, DpSgd
+from gradveil.defenses.gradient.graddefense import GradDefense
+from gradveil.defenses.update.clip import Clip
+from gradveil.defenses.update.noise import Gaussian, Laplace
+from gradveil.defenses.update.prune import Prune
+from gradveil.metrics.leak_test import LEAST_EXCESS
+from gradveil.summary import (
+    CANNOT_TELL,
+    LEAKS,
+    NO_LEAK,
+    DefenseRow,
+    NextStep,
+    Recommendation,
+    Rejection,
+    RejectionCode,
+    StepCode,
+    VictimsNeeded,
+)
+
+# Of 16 images without a hit at most 21% leak (95% interval). Images of a batch share one update, hence several batches.
+LEAST_IMAGES, LEAST_BATCHES = 16, 8
+MOST_UNSEEN = 0.25  # share of leaking images above which a leak must be seen with a probability of 80%
+LEAST_LEARNT = 0.1  # of the way from a guess to no error; a model below it has learnt too little to measure a cost
+DP = "dpsgd:clip=1.0,noise=1.0"
+LARGER, LARGEST = 8, 64  # images in a batch that is proposed
+NEAR = math.log10(2)  # two settings closer than this factor have none between them that is worth an audit
+_BUDGETS = {"quick": "standard", "standard": "thorough"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a recommendation rests on."""
+
+    spec: AuditSpec
+    rows: Sequence[DefenseRow]
+    methods: Mapping[str, Defense]  # by the text of the row
+    needed: Sequence[VictimsNeeded] = ()
+    chance: float | None = None  # accuracy of a guess; None: the targets are no classes
+    private: int = 0  # images
+
+    @property
+    def audited(self) -> list[DefenseRow]:
+        return [row for row in self.rows if not row.control]
+
+    @property
+    def control(self) -> DefenseRow | None:
+        return next((row for row in self.rows if row.control), None)
+
+    @property
+    def strong_control(self) -> bool:
+        """Whether the attacks get so much without a defense that their failing under one means something."""
+        test = self.control.test if self.control else None
+        leaks = self.control is not None and self.control.verdict == LEAKS
+        return leaks and test is not None and test.control_rate - test.control_null >= LEAST_EXCESS
+
+    def images(self, row: DefenseRow) -> int:
+        """Images that took part in the test."""
+        return row.worst.scored - row.test.untested if row.worst and row.test else 0
+
+    def command(self, **changes: object) -> str | None:
+        """The command of this audit with only these settings replaced."""
+        values: dict[str, object] = {name: getattr(self.spec, name) for name in type(self.spec).model_fields}
+        return make_spec(values | changes, type(self.spec)).command() if self.spec.in_words else None
+
+
+def advise(evidence: Evidence) -> Recommendation:
+    """The cheapest defense against which nothing speaks; else what is missing."""
+    reasons = {row.spec: _reasons(evidence, row) for row in evidence.audited}
+    eligible = [row for row in evidence.audited if not reasons[row.spec]]
+    best = min(eligible, key=lambda row: (row.loss, row.overhead or math.inf), default=None)
+    reasons |= {row.spec: ("costs-more",) for row in eligible if row is not best}
+    return Recommendation(
+        defense=best.spec if best else None,
+        max_loss=evidence.spec.max_loss,
+        rejected=tuple(Rejection(spec=spec, reasons=codes) for spec, codes in reasons.items() if codes),
+        next_steps=tuple(_after(evidence, best) if best else _steps(evidence, reasons)),
+    )
+
+
+def _reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
+    """All that speaks against a defense."""
+    if row.verdict == LEAKS:
+        return ("leaks",)
+    if row.verdict == CANNOT_TELL:
+        return ("cannot-tell",)
+    unseen = row.test.detectable if row.test else None
+    least = None if evidence.chance is None else evidence.chance + LEAST_LEARNT * (1 - evidence.chance)
+    applies: dict[RejectionCode, bool] = {
+        "weak-control": not evidence.strong_control,
+        "no-counter": row.verdict != NO_LEAK or not any(attack.adaptive and attack.ok for attack in row.attacks),
+        "few-victims": evidence.images(row) < LEAST_IMAGES or evidence.spec.victims < LEAST_BATCHES,
+        "coarse-test": unseen is None or unseen > MOST_UNSEEN,
+        "cost-not-measured": row.loss is None or row.accuracy is None,
+        "too-costly": row.loss is not None and row.loss > evidence.spec.max_loss,
+        "near-chance": least is not None and row.accuracy is not None and row.accuracy < least,
+    }
+    return tuple(code for code, holds in applies.items() if holds)
+
+
+# -- what to do next ---------------------------------------------------------------------------------------------------
+
+Reasons = Mapping[str, tuple[RejectionCode, ...]]
+
+
+def _after(evidence: Evidence, best: DefenseRow) -> Iterator[NextStep]:
+    """What remains to be asked of a recommended defense."""
+    if any(notice.code == "single-draw" for notice in best.warnings):
+        why = f"{best.spec} is random and was judged on a single draw. Who sees several updates of an image can average."
+        yield _step(evidence, "several-updates", why, updates=4)
+
+
+def _steps(evidence: Evidence, reasons: Reasons) -> Iterator[NextStep]:
+    """Where nothing can be recommended: first what makes the audit able to tell, then other defenses and settings."""
+    if not evidence.audited:
+        yield _step(evidence, "audit-defenses", "No defense was audited.", defenses=FIRST)
+        return
+    if not evidence.strong_control:
+        yield _stronger_attacks(evidence)
+    open_rows = [row for row in evidence.audited if not {"leaks", "too-costly", "near-chance"} & set(reasons[row.spec])]
+    if open_rows and evidence.strong_control:
+        yield from _complete(evidence, open_rows, reasons)
+    if not open_rows:
+        yield from _settings_to_try(evidence)
+        yield from _other_protection(evidence)
+
+
+def _step(evidence: Evidence, code: StepCode, reason: str, **changes: object) -> NextStep:
+    return NextStep(code=code, reason=reason, command=evidence.command(**changes) if changes else None)
+
+
+def _stronger_attacks(evidence: Evidence) -> NextStep:
+    """What lets the attacks get more where nothing is defended."""
+    spec, control = evidence.spec, evidence.control
+    if control is not None and "few-strangers" in control.doubts:
+        why = "There are too few private images to compare the victims with. Give the audit more of them, or fewer victims."
+        return _step(evidence, "more-private-images", why)
+    tried = control is not None and control.test is not None
+    got = "Without a defense the attacks get too little here" if tried else "No attack ran without a defense"
+    why = f"{got}, so it says nothing if none succeeds under one. "
+    if SUITE not in spec.attacks:
+        return _step(evidence, "stronger-attacks", f"{why}The standard suite has more attacks.", attacks=(*spec.attacks, SUITE))
+    if larger := _BUDGETS.get(spec.budget):
+        return _step(evidence, "stronger-attacks", f"{why}The budget {larger} has more and longer attacks.", budget=larger)
+    if spec.batch_size > 1:
+        smaller = f"{why}Smaller batches are easier to attack; what holds there holds for larger ones more likely."
+        return _step(evidence, "stronger-attacks", smaller, batch_size=spec.batch_size // 2)
+    return _step(evidence, "stronger-attacks", f"{why}No stronger setting of the suite is left to try.")
+
+
+def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) -> Iterator[NextStep]:
+    """What is missing of the evidence for defenses that may hold."""
+    changes: dict[str, object] = {}
+    missing: list[str] = []
+    codes = {code for row in rows for code in reasons[row.spec]}
+    doubts = {doubt for row in rows for doubt in row.doubts}
+    if {"few-victims", "coarse-test"} & codes or "few-victims" in doubts:
+        victims = _victims(evidence, coarse="coarse-test" in codes or "few-victims" in doubts)
+        if victims is None:
+            why = f"A leak of {MOST_UNSEEN:.0%} of the images can be seen only with more private images than the data has."
+            yield _step(evidence, "more-private-images", why)
+        else:
+            changes["victims"] = victims
+            missing.append(plural(victims, "victim"))
+    counters = dict.fromkeys(name for row in rows if "no-counter" in reasons[row.spec] for name in row.left_out)
+    if counters:
+        changes["attacks"] = (*evidence.spec.attacks, *counters)
+        missing.append(f"attacks that are built to break the defense ({listing(counters)})")
+    if evidence.spec.utility is None:
+        changes["utility"] = True
+        missing.append("the cost in accuracy")
+    if changes:
+        names = listing(row.spec for row in rows)
+        yield _step(evidence, "complete-evidence", f"What is missing for {names}: {listing(missing)}.", **changes)
+    if failed := [row.spec for row in rows if "attacks-failed" in row.doubts or "no-attack-ran" in row.doubts]:
+        why = f"Under {listing(failed)} attacks failed or did not apply; the table of results says why."
+        yield _step(evidence, "failed-attacks", why)
+    if not counters and any("no-counter" in reasons[row.spec] for row in rows):
+        yield from _differential_privacy(evidence, "There is no attack here that is built to break what held. ")
+
+
+def _victims(evidence: Evidence, coarse: bool) -> int | None:
+    """How many victims suffice; None where the private images do not."""
+    spec = evidence.spec
+    wanted = max(LEAST_BATCHES, -(-LEAST_IMAGES // spec.batch_size))
+    if coarse:
+        needed = [n.victims for n in evidence.needed if n.share == MOST_UNSEEN]
+        if needed == [None]:
+            return None
+        wanted = max(wanted, *(n or 0 for n in needed), 0)
+    wanted = wanted if wanted > spec.victims else 2 * spec.victims  # the estimate was too low, or victims are untested
+    return wanted if wanted * spec.batch_size < evidence.private else None
+
+
+# -- where all leak, or cost too much ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strength:
+    """The one setting that makes a defense stronger, on a scale of powers of ten."""
+
+    setting: str
+    share: bool = False  # of the update that is left out: then what remains counts
+
+    def level(self, defense: Defense) -> float | None:
+        value: Any = getattr(defense, self.setting)
+        if getattr(defense, "epsilon", None) is not None:
+            return None
+        value = NOISE if value is None else value
+        left = 1 - value if self.share else value
+        return (-1 if self.share else 1) * math.log10(left) if left > 0 else None
+
+    def at(self, defense: Any, level: float) -> str:
+        """The text of the defense at another level; the setting stands in it even where it is the default."""
+        rest = float(f"{10 ** (-level if self.share else level):.2g}")
+        value = round(1 - rest, 9) if self.share else rest
+        text: str = replace(defense, **{self.setting: value}).spec
+        return text if f"{self.setting}=" in text else f"{text}{',' if ':' in text else ':'}{self.setting}={value}"
+
+
+# `clip` is not among them: a smaller norm only rescales the update, and no attack depends on its size.
+STRENGTHS: Mapping[type[Defense], Strength] = {
+    Gaussian: Strength("std"),
+    Laplace: Strength("scale"),
+    GradDefense: Strength("std"),
+    DpSgd: Strength("noise"),
+    Prune: Strength("ratio", share=True),
+}
+
+
+@dataclass
+class Family:
+    """The audited settings of one defense that differ in its strength alone."""
+
+    defense: Defense
+    strength: Strength
+    leaking: dict[float, str] = field(default_factory=dict)  # by level
+    costly: dict[float, str] = field(default_factory=dict)
+
+    def at(self, level: float) -> str:
+        return self.strength.at(self.defense, level)
+
+
+def _families(evidence: Evidence) -> list[Family]:
+    families: dict[str, Family] = {}
+    for row in evidence.audited:
+        defense = evidence.methods[row.spec]
+        strength = STRENGTHS.get(type(defense))
+        level = strength.level(defense) if strength else None
+        if strength and level is not None:
+            family = families.setdefault(strength.at(defense, 0.5), Family(defense, strength))
+            (family.leaking if row.verdict == LEAKS else family.costly)[level] = row.spec
+    return list(families.values())
+
+
+def _settings_to_try(evidence: Evidence) -> Iterator[NextStep]:
+    """Other strengths of the audited defenses, with their cost: strength alone is no use."""
+    proposals: dict[StepCode, dict[str, str]] = {"setting-between": {}, "stronger-setting": {}, "milder-setting": {}}
+    exhausted: list[str] = []
+    for family in _families(evidence):
+        weak, strong = max(family.leaking, default=None), min(family.costly, default=None)
+        if weak is not None and strong is not None:
+            bounds = f"{family.leaking[weak]}, which leaks, and {family.costly[strong]}, which costs too much"
+            if strong - weak > NEAR:
+                proposals["setting-between"][family.at((weak + strong) / 2)] = f"lies between {bounds}"
+            else:
+                exhausted.append(bounds)
+        elif weak is not None:
+            proposals["stronger-setting"][family.at(weak + 1)] = f"is stronger than {family.leaking[weak]}, which leaks"
+        elif strong is not None:
+            relation = f"is milder than {family.costly[strong]}, which costs too much"
+            proposals["milder-setting"][family.at(strong - 1)] = relation
+    for code, relations in proposals.items():
+        if relations:
+            why = "; ".join(f"{spec} {relation}" for spec, relation in relations.items())
+            yield _step(evidence, code, f"{why}. The command measures the cost too.", **_with(evidence, *relations))
+    if exhausted:
+        why = f"None was found, and none is left to try, between {'; nor between '.join(exhausted)}."
+        yield _step(evidence, "no-setting-left", why)
+
+
+def _with(evidence: Evidence, *added: str) -> dict[str, object]:
+    """More defenses beside the audited ones, whose stored results are used again, and what all of them cost."""
+    return {"defenses": (*evidence.spec.defenses, *added), "utility": evidence.spec.utility or True}
+
+
+def _other_protection(evidence: Evidence) -> Iterator[NextStep]:
+    """What protects in another way than the audited defenses."""
+    rescaled = [row.spec for row in evidence.audited if type(evidence.methods[row.spec]) is Clip]
+    yield from _differential_privacy(
+        evidence, f"{listing(rescaled)} alone only rescales the update, whatever the norm. " if rescaled else ""
+    )
+    spec = evidence.spec
+    size = LARGER if spec.batch_size < LARGER else 2 * spec.batch_size
+    if size <= LARGEST:
+        why = "In a larger batch the images of one update hide each other, and attacks get less of each; that is no proof."
+        fits = 2 * size * spec.victims <= evidence.private
+        yield _step(evidence, "larger-batches", why, **({"batch_size": size} if fits else {}))
+    yield _step(
+        evidence,
+        "secure-aggregation",
+        "With secure aggregation the server sees only the sum of many updates. The audit cannot measure that yet.",
+    )
+
+
+def _differential_privacy(evidence: Evidence, before: str) -> Iterator[NextStep]:
+    if not any(type(part) is DpSgd for method in evidence.methods.values() for part in method.parts):
+        why = (
+            f"{before}Differential privacy (dpsgd) bounds by a proof what an update tells about one image. Its price is "
+            "accuracy; the command measures it."
+        )
+        yield _step(evidence, "differential-privacy", why, **_with(evidence, DP))
