@@ -22,7 +22,7 @@ from gradveil.attacks.labels.targets import infer_targets
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.observation import Knowledge, Observation, Reconstruction
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, generator
@@ -243,7 +243,7 @@ class ClosedForm(Attack):
         return Cost(0)
 
     def run(self, target: Target) -> Answer:
-        read = [self.read(target.observations[i]) for i in steps(len(target.observations))]
+        read = [self.read(target.observations[i]) for i in Loop(len(target.observations))]
         images, scores = zip(*(read[i % len(read)] for i in range(len(target.observations))), strict=True)
         return Answer(torch.stack(images), torch.stack(scores))
 

@@ -1,7 +1,8 @@
-"""Long loops: `for step in steps(n)` runs to its end, or is cut short to see how long it would take.
+"""Long loops: `for step in Loop(n)` runs to its end, is cut short to see how long it would take, or is resumed.
 
-Every loop that may take minutes (searches, trainings, rehearsals) is written with `steps`. Within `sampled()` each of them
-does a few steps only, and the time of the others is extrapolated. What such a run computes is of no use.
+Every loop that may take minutes (searches, trainings, rehearsals) is a `Loop`. Who runs loops is set for a block of code by
+`run_by`. Within `sampled()` each loop does a few steps only, and the time of the others is extrapolated. What such a run
+computes is of no use.
 """
 
 from __future__ import annotations
@@ -11,9 +12,82 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 FEW = 3  # steps of a loop that are done; the first one, which warms up, is not timed
 ENOUGH = 0.25  # CPU seconds after which no further step is done
+State = dict[str, Any]  # as torch declares the state of modules and optimizers
+
+
+class Stateful(Protocol):
+    """A part of a loop that has a state: a module, an optimizer, a schedule, a `Snapshot`."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State, /) -> object: ...
+
+
+Part = Stateful | torch.Generator
+
+
+class Snapshot:
+    """What changes along a loop. All attributes are stored: tensors, numbers, and lists or dicts of these."""
+
+    def state_dict(self) -> State:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: State, /) -> None:
+        vars(self).update(state)
+
+
+class Runner(Protocol):
+    """Decides which steps of a loop are done."""
+
+    def loop(self, loop: Loop, /) -> Iterator[int]: ...
+
+
+_RUNNER: ContextVar[Runner | None] = ContextVar("runner", default=None)
+
+
+class Loop:
+    """The numbers of the steps of a long loop, to be iterated over once."""
+
+    def __init__(self, total: int, *parts: Part, done: Callable[[], float] | None = None, shared: bool = False):
+        """
+        Args:
+            total: number of steps.
+            parts: all that a step changes; with it the loop can be resumed.
+            done: says how much is done where steps differ; `total` is then what is expected in all.
+            shared: whether the loop takes as long for one victim as for many.
+        """
+        self.total, self.parts, self.done, self.shared = total, parts, done, shared
+        self.stopped = False
+
+    def stop(self) -> None:
+        """The step that is being done is the last one."""
+        self.stopped = True
+
+    def __iter__(self) -> Iterator[int]:
+        runner = _RUNNER.get()
+        return self.plain() if runner is None else runner.loop(self)
+
+    def plain(self, begin: int = 0) -> Iterator[int]:
+        for step in range(begin, self.total):
+            yield step
+            if self.stopped:
+                return
+
+
+@contextmanager
+def run_by(runner: Runner) -> Iterator[None]:
+    """Within this block the runner runs all loops."""
+    token = _RUNNER.set(runner)
+    try:
+        yield
+    finally:
+        _RUNNER.reset(token)
 
 
 @dataclass
@@ -27,49 +101,32 @@ class Sample:
     def clock(self) -> float:
         return time.process_time() + self.skipped
 
-    def loop(self, total: int, done: Callable[[], float] | None, shared: bool) -> Iterator[int]:
+    def loop(self, loop: Loop) -> Iterator[int]:
         begun, before, timed = self.clock(), 0.0, 0.0
-        self._depth += shared
+        self._depth += loop.shared
         try:
-            for step in range(total):
+            for step in loop.plain():
                 yield step
-                now, units = self.clock(), done() if done else step + 1.0
-                if step + 1 >= FEW or now - begun > ENOUGH:
-                    self.skipped += (now - begun) / max(units - before, 1e-9) * max(0.0, total - units)
-                    break
+                now, units = self.clock(), loop.done() if loop.done else step + 1.0
+                if not loop.stopped and (step + 1 >= FEW or now - begun > ENOUGH):
+                    self.skipped += (now - begun) / max(units - before, 1e-9) * max(0.0, loop.total - units)
+                    return
                 if step == 0:
                     timed, begun, before = now - begun, now, units
         finally:
-            self._depth -= shared
-            if shared and not self._depth:
+            self._depth -= loop.shared
+            if loop.shared and not self._depth:
                 self.shared += self.clock() - begun + timed
-
-
-_SAMPLE: ContextVar[Sample | None] = ContextVar("sample", default=None)
 
 
 def is_sampled() -> bool:
     """Whether loops are cut short now, so that nothing may be kept of what they compute."""
-    return _SAMPLE.get() is not None
+    return isinstance(_RUNNER.get(), Sample)
 
 
 @contextmanager
 def sampled() -> Iterator[Sample]:
     """Cut long loops short within this block."""
     sample = Sample()
-    token = _SAMPLE.set(sample)
-    try:
+    with run_by(sample):
         yield sample
-    finally:
-        _SAMPLE.reset(token)
-
-
-def steps(total: int, *, done: Callable[[], float] | None = None, shared: bool = False) -> Iterator[int]:
-    """The numbers of the steps of a long loop.
-
-    Args:
-        done: says how much is done where steps differ; `total` is then what is expected in all.
-        shared: whether the loop takes as long for one victim as for many.
-    """
-    sample = _SAMPLE.get()
-    return iter(range(total)) if sample is None else sample.loop(total, done, shared)

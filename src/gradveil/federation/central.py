@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import Field
 from torch import nn
 
-from gradveil.core import loops
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, cross_entropy
+from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
 from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
@@ -47,7 +47,7 @@ def train_central(
     federation = Federation(module, data, defense, plan.federation(), loss=loss, cache=cache, progress=progress)
     server, client = federation.server(), federation.participant(0)
     steps = plan.epochs * client.rounds_per_pass
-    for step in loops.steps(steps, shared=True):
+    for step in Loop(steps, shared=True):
         events = server.aggregate(step, [client.reply(server.state, step)])
         if events:
             stopped = f"stopped at step {step + 1} of {steps}: {events[0].message}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors, Update
@@ -212,7 +212,7 @@ def run(
 ) -> History:
     """Do the rounds that `history` does not hold yet."""
     plan, begin = federation.plan, history.rounds
-    for done in steps(plan.rounds - begin, shared=True):
+    for done in Loop(plan.rounds - begin, shared=True):
         round = begin + done
         began = time.perf_counter()
         replies = engine(server.state, round, plan.chosen(round))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.progress import Steps
 from gradveil.core.results import Sight
 from gradveil.core.types import Tensors, widened
@@ -70,7 +70,7 @@ def direct_look(
     table = torch.zeros(len(sent), len(images), dtype=torch.float64)
     sights = [Sight()] * len(slots.batch)
     templates = _templates(images)
-    for b in steps(len(sent)):
+    for b in Loop(len(sent)):
         updates = sent[b]
         rows = torch.from_numpy(slots.used[b]).nonzero().flatten()
         for update, (shape, flat) in product(updates, templates.items()):

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
@@ -19,24 +18,12 @@ from torch import Tensor
 
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
-from gradveil.core.loops import is_sampled, steps
+from gradveil.core.loops import Loop, Part, State, is_sampled
 from gradveil.core.types import Tensors
 from gradveil.storage.files import make_private, remove_leftovers, room_for, write_tensors
 from gradveil.storage.tensor_file import open_tensors
 
 EVERY = 10.0  # seconds of work between two checkpoints
-State = dict[str, Any]  # as torch declares the state of modules and optimizers
-
-
-class Stateful(Protocol):
-    """A part of a training that has a state: a module, an optimizer, a schedule, `Shuffled`."""
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State, /) -> object: ...
-
-
-Part = Stateful | torch.Generator
 
 
 def trained_once(file: Path | None, train: Callable[[Path | None], Tensors]) -> Tensors:
@@ -102,7 +89,7 @@ def resumable(total: int, checkpoint: Path | None, parts: Sequence[Part]) -> Ite
     """
     begin = _restore(checkpoint, parts, total) if checkpoint else 0
     saved = time.monotonic()
-    for done in steps(total - begin, shared=True):
+    for done in Loop(total - begin, shared=True):
         step = begin + done
         yield step
         if checkpoint and time.monotonic() - saved >= EVERY:

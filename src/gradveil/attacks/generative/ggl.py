@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -26,8 +27,8 @@ from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.problem import Insight, Match, Problem
-from gradveil.core import loops
 from gradveil.core.errors import UserError
+from gradveil.core.loops import Loop, Snapshot
 from gradveil.core.observation import Observation
 from gradveil.core.types import Tensors
 
@@ -78,18 +79,19 @@ class GGL(Attack):
     def _adam(self, search: _Search, z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         rows = search.victims.repeat_interleave(self.restarts)
         step = Adam(self.lr).stepper(z)
-        best, lowest = z.clone(), torch.full((len(z),), math.inf)
-        for i in loops.steps(steps):
-            z = z.detach().requires_grad_()
+        at = _Latents(z, z.clone(), torch.full((len(z),), math.inf))
+        for i in Loop(steps, at, step):
+            z = at.z.requires_grad_()
             with torch.enable_grad():
                 value = search(z, rows)
                 (slope,) = torch.autograd.grad(value.sum(), z)
-            better = value.detach() < lowest
-            best = torch.where(better.view(-1, 1, 1), z.detach(), best)
-            lowest = torch.where(better, value.detach(), lowest)
+            better = value.detach() < at.lowest
+            at.best = torch.where(better.view(-1, 1, 1), z.detach(), at.best)
+            at.lowest = torch.where(better, value.detach(), at.lowest)
             decay = 0.1 ** sum(i >= int(steps / part) for part in (2.667, 1.6, 1.142))
-            z = z.detach() + step(torch.nan_to_num(slope), decay)
+            at.z = z.detach() + step(torch.nan_to_num(slope), decay)
             search.tick(i, steps)
+        best = at.best
         residual = search.mismatch(best, rows).view(-1, self.restarts)
         pick = torch.nan_to_num(residual, nan=math.inf).argmin(1)
         return best[pick + torch.arange(len(pick)) * self.restarts], residual.gather(1, pick[:, None]).squeeze(1)
@@ -104,7 +106,7 @@ class GGL(Attack):
         streams = np.random.default_rng(int(torch.randint(2**31, (1,), generator=search.target.rng)))
         options = {"verbose": -9, "seed": math.nan, "randn": lambda n, d: streams.standard_normal((n, d))}
         evolutions = [cma.CMAEvolutionStrategy(row.flatten().double().numpy(), 0.5, options) for row in z]
-        for i in loops.steps(max(1, steps // 2)):
+        for i in Loop(max(1, steps // 2)):
             asked = [e.ask() for e in evolutions]
             rows = search.victims.repeat_interleave(len(asked[0]))
             trial = torch.tensor(np.concatenate([np.stack(a) for a in asked])).float().view(-1, *shape)
@@ -115,6 +117,15 @@ class GGL(Attack):
         best = np.stack([e.result.xbest if e.result.xbest is not None else e.mean for e in evolutions])
         z = torch.tensor(best).float().view(-1, *shape)
         return z, search.mismatch(z, search.victims)
+
+
+@dataclass
+class _Latents(Snapshot):
+    """What a step of Adam changes, beside the optimiser."""
+
+    z: Tensor
+    best: Tensor
+    lowest: Tensor
 
 
 class _Search:

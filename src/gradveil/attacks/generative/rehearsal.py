@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gradveil.attacks.base import Target
 from gradveil.client import Client, prepare_client
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.observation import Knowledge, Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
@@ -110,7 +110,7 @@ def rehearse(target: Target) -> Rehearsal:
         cost = cost_of_round(client, target.state, public[:size])
     rounds = max(4, min(rounds, int(ALLOWANCE[target.budget] / cost)))
     sent: dict[str, list[Tensor]] = {}
-    for i in steps(rounds, shared=True):
+    for i in Loop(rounds, shared=True):
         update, _ = client.round(target.state, public[i * size : (i + 1) * size], i)
         for name in target.model.trainable:
             tensor, kind = update.tensors[name], target.state[name].dtype

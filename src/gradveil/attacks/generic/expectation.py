@@ -23,6 +23,7 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift
 from gradveil.client import Client
 from gradveil.core.errors import UserError
+from gradveil.core.loops import Snapshot, State
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
@@ -85,13 +86,16 @@ def _affordable(target: Target, client: Client) -> None:
         raise UserError(f"attack 'expectation' does not apply: {reason}.")
 
 
-class _Defended(Problem):
+class _Defended(Problem, Snapshot):
     """The match, with the defense between the candidate and its update."""
 
     def __init__(self, target: Target, match: Match, client: Client, draws: int):
         super().__init__(target, match)
         self.client, self.draws, self.calls = client, draws, 0
         self.sloped: dict[str, bool] = {}  # which tensors keep a slope through the update stage
+
+    def state_dict(self) -> State:
+        return {"calls": self.calls, "sloped": self.sloped}
 
     def mismatch(self, x: Tensor, rows: Rows) -> Tensor:
         self.calls += 1

@@ -13,7 +13,7 @@ from gradveil.attacks.base import Answer, Attack, Cost, Target, Workload
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
 from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop, Snapshot
 
 Curves = dict[str, list[float]]
 
@@ -76,37 +76,51 @@ class MatchingAttack(Attack):
         return match_and_choose(target, self.match(target.workload))
 
 
+@dataclass
+class _Search(Snapshot):
+    """All that a first-order step changes, beside the optimiser."""
+
+    z: Tensor
+    best: Tensor
+    best_value: Tensor
+    since: Tensor  # steps since a row was better than ever before
+    history: Curves
+    used: int = 0
+
+
 def _first_order(unknowns: ImagesOnly, optimizer: FirstOrder, z: Tensor) -> tuple[Tensor, Tensor, int, Curves]:
     problem = unknowns.problem
     match, target = problem.match, problem.target
     low, high = target.pixel_range
     objective, step = unknowns.quick(signed=optimizer.signed), optimizer.stepper(z)
-    best, best_value = z, torch.full((len(z),), float("inf"))
-    since, record_every = torch.zeros(len(z)), max(1, match.steps // 100)
-    history: Curves = {"step": [], "objective": []}
+    at = _Search(z, z, torch.full((len(z),), float("inf")), torch.zeros(len(z)), {"step": [], "objective": []})
+    record_every = max(1, match.steps // 100)
 
     def within(x: Tensor) -> Tensor:
         if optimizer.noise:
             x = x + optimizer.noise * optimizer.lr * decay * problem.rows.draw(x.shape[1:])
         return torch.minimum(torch.maximum(x, low), high) if match.box else x
 
-    for i in steps(match.steps):
-        value, gradient = objective(z, None)
-        better = value < best_value
-        best = torch.where(better.view(-1, *(1 for _ in z.shape[1:])), z, best)
-        best_value = torch.where(better, value, best_value)
+    loop = Loop(match.steps, at, step, target.rng, *([objective] if isinstance(objective, Snapshot) else []))
+    for i in loop:
+        at.used = i + 1
+        value, gradient = objective(at.z, None)
+        better = value < at.best_value
+        at.best = torch.where(better.view(-1, *(1 for _ in z.shape[1:])), at.z, at.best)
+        at.best_value = torch.where(better, value, at.best_value)
         if match.patience:
-            since = torch.where(better, torch.zeros_like(since), since + 1)
-            if i % 100 == 99 and bool((since >= match.patience).all()):
-                break
+            at.since = torch.where(better, torch.zeros_like(at.since), at.since + 1)
+            if i % 100 == 99 and bool((at.since >= match.patience).all()):
+                loop.stop()
+                continue
         decay = _decay(i, match)
-        z = unknowns.change_images(z + step(gradient, decay), within)
+        at.z = unknowns.change_images(at.z + step(gradient, decay), within)
         if i % record_every == 0:
-            history["step"].append(i)
-            history["objective"].append(float(best_value.mean()))
+            at.history["step"].append(i)
+            at.history["objective"].append(float(at.best_value.mean()))
             if target.progress:
                 target.progress(i, match.steps)
-    return best, best_value, i + 1, history
+    return at.best, at.best_value, at.used, at.history
 
 
 def _decay(i: int, match: Match) -> float:

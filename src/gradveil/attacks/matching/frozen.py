@@ -16,6 +16,7 @@ from gradveil.attacks.budget import forward_cost
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.problem import Problem
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.loops import Snapshot, State
 from gradveil.core.types import Tensors
 
 LARGE = 2e7  # multiply-adds of a forward pass from which one victim at a time is as fast as all at once
@@ -48,7 +49,7 @@ def _max_pool(pool: nn.MaxPool2d) -> _Replayed:
     return _Replayed(lambda x: chooser(x)[1], lambda x, i: x.flatten(-2).gather(-1, i.flatten(-2)).view(i.shape))
 
 
-class Frozen:
+class Frozen(Snapshot):
     """A drop-in for `Problem.__call__` over all rows, one after another."""
 
     def __init__(self, problem: Problem):
@@ -75,6 +76,9 @@ class Frozen:
             if prior.requires_grad:
                 gradient += torch.autograd.grad(prior.sum(), leaf)[0]
         return value + prior.detach(), gradient
+
+    def state_dict(self) -> State:
+        return {"epsilon": self.epsilon, "calls": self.calls, "exact": self.exact}
 
     def row(self, x: Tensor, row: int) -> tuple[Tensor, Tensor]:
         """Distance of one row, and its derivative by the images."""

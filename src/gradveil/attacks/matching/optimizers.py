@@ -4,13 +4,15 @@ First-order ones act on each entry, so a batch of rows is no different from one.
 for each row; rows that are done leave the batch, so that the slow ones do not pay for the fast.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradveil.core import loops
+from gradveil.core.loops import Loop, Snapshot, State
 
 Objective = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x, row numbers → value per row, gradient
 
@@ -26,8 +28,17 @@ class FirstOrder:
     def expected_evaluations(self, steps: int) -> int:
         return steps
 
-    def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
-        """A function from the gradient and the factor of the learning rate to the step."""
+    def stepper(self, x: Tensor) -> Stepper:
+        raise NotImplementedError
+
+
+class Stepper(Snapshot):
+    """From the gradient and the factor of the learning rate to the step."""
+
+    def state_dict(self) -> State:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}  # without the settings
+
+    def __call__(self, g: Tensor, decay: float) -> Tensor:
         raise NotImplementedError
 
 
@@ -37,20 +48,23 @@ class Adam(FirstOrder):
 
     betas: tuple[float, float] = (0.9, 0.999)
 
-    def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
-        first, second, count = torch.zeros_like(x), torch.zeros_like(x), 0
-        b1, b2 = self.betas
+    def stepper(self, x: Tensor) -> Stepper:
+        return _AdamSteps(self, x)
 
-        def step(g: Tensor, decay: float) -> Tensor:
-            nonlocal count
-            count += 1
-            g = g.sign() if self.signed else g
-            first.mul_(b1).add_(g, alpha=1 - b1)
-            second.mul_(b2).addcmul_(g, g, value=1 - b2)
-            scale = self.lr * decay / (1 - b1**count)
-            return -scale * first / ((second / (1 - b2**count)).sqrt_() + 1e-8)
 
-        return step
+class _AdamSteps(Stepper):
+    def __init__(self, adam: Adam, x: Tensor):
+        self._adam = adam
+        self.first, self.second, self.count = torch.zeros_like(x), torch.zeros_like(x), 0
+
+    def __call__(self, g: Tensor, decay: float) -> Tensor:
+        self.count += 1
+        b1, b2 = self._adam.betas
+        g = g.sign() if self._adam.signed else g
+        self.first.mul_(b1).add_(g, alpha=1 - b1)
+        self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
+        scale = self._adam.lr * decay / (1 - b1**self.count)
+        return -scale * self.first / ((self.second / (1 - b2**self.count)).sqrt_() + 1e-8)
 
 
 @dataclass(frozen=True)
@@ -60,15 +74,36 @@ class SGD(FirstOrder):
     lr: float = 0.01
     momentum: float = 0.9
 
-    def stepper(self, x: Tensor) -> Callable[[Tensor, float], Tensor]:
-        velocity = torch.zeros_like(x)
+    def stepper(self, x: Tensor) -> Stepper:
+        return _SGDSteps(self, x)
 
-        def step(g: Tensor, decay: float) -> Tensor:
-            g = g.sign() if self.signed else g
-            velocity.mul_(self.momentum).add_(g)
-            return -self.lr * decay * (g + self.momentum * velocity)
 
-        return step
+class _SGDSteps(Stepper):
+    def __init__(self, sgd: SGD, x: Tensor):
+        self._sgd, self.velocity = sgd, torch.zeros_like(x)
+
+    def __call__(self, g: Tensor, decay: float) -> Tensor:
+        sgd = self._sgd
+        g = g.sign() if sgd.signed else g
+        self.velocity.mul_(sgd.momentum).add_(g)
+        return -sgd.lr * decay * (g + sgd.momentum * self.velocity)
+
+
+@dataclass
+class _Descent(Snapshot):
+    """All that an iteration of L-BFGS changes: the rows that still move, and the best point of every row."""
+
+    x: Tensor
+    best: Tensor
+    rows: Tensor
+    value: Tensor = field(default_factory=lambda: torch.empty(0))
+    g: Tensor = field(default_factory=lambda: torch.empty(0))
+    best_value: Tensor = field(default_factory=lambda: torch.empty(0))
+    mark: Tensor = field(default_factory=lambda: torch.empty(0))  # values `patience` iterations ago
+    s_list: list[Tensor] = field(default_factory=list)
+    y_list: list[Tensor] = field(default_factory=list)
+    count: int = 0  # evaluations
+    evaluated: int = 0  # rows in all evaluations
 
 
 @dataclass(frozen=True)
@@ -90,58 +125,61 @@ class LBFGS:
         self, objective: Objective, x: Tensor, steps: int, tick: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor, int]:
         """The best point of every row, its value, and how many evaluations of the objective were made."""
-        rows, every = torch.arange(len(x)), len(x)
-        shape, best, evaluated = x.shape[1:], x.clone(), 0
+        shape, every = x.shape[1:], len(x)
+        at = _Descent(x.flatten(1), x.clone(), torch.arange(every))
 
         def flat(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-            nonlocal evaluated
-            evaluated += len(x)
+            at.evaluated += len(x)
             value, gradient = objective(x.view(-1, *shape), rows)
             return value, gradient.flatten(1)
 
-        flat_x = x.flatten(1)
-        value, flat_g = flat(flat_x, None)
-        best_value = value.clone()
-        s_list: list[Tensor] = []
-        y_list: list[Tensor] = []
-        mark, count = value.clone(), 1
-        for i in loops.steps(steps, done=lambda: evaluated / every - 1):  # measured: 1.0 of all rows per step
-            d = _direction(flat_g, s_list, y_list)
-            slope = (d * flat_g).sum(1)
-            uphill = slope >= 0
-            d = torch.where(uphill[:, None], -flat_g, d)
-            slope = torch.where(uphill, -(flat_g**2).sum(1), slope)
-            t = torch.ones_like(value)
-            if not s_list:  # first step: there is no scale yet
-                t = 1.0 / flat_g.norm(dim=1).clamp_min(1e-12)
-                t = torch.minimum(t, torch.ones_like(t)) * max(1.0, flat_x.shape[1] ** 0.5 * 0.1)
-            new_x, new_value, new_g, used = self._search(flat, rows, flat_x, value, slope, d, t)
-            count += used
-            s, y = new_x - flat_x, new_g - flat_g
-            good = (s * y).sum(1) > 1e-10 * (y**2).sum(1)
-            # A pair without curvature is left out of its row by making it zero; the others keep theirs.
-            s_list.append(torch.where(good[:, None], s, torch.zeros_like(s)))
-            y_list.append(torch.where(good[:, None], y, torch.zeros_like(y)))
-            s_list, y_list = s_list[-self.history :], y_list[-self.history :]
-            moved = (s != 0).any(1)
-            flat_x, value, flat_g = new_x, new_value, new_g
-            better = value < best_value[rows]
-            if bool(better.any()):
-                best[rows[better]] = flat_x[better].view(-1, *shape)
-                best_value[rows[better]] = value[better]
-            active = moved
-            if (i + 1) % self.patience == 0:
-                active = active & (mark - value > self.tolerance * mark.abs().clamp_min(1e-12))
-                mark = value.clone()
-            if not bool(active.all()):
-                keep = active.nonzero().flatten()
-                rows, flat_x, value, flat_g, mark = rows[keep], flat_x[keep], value[keep], flat_g[keep], mark[keep]
-                s_list, y_list = [s[keep] for s in s_list], [y[keep] for y in y_list]
+        # Measured: the iterations of a search evaluate all rows once, on average. The start is one evaluation more.
+        loop = Loop(steps + 1, at, done=lambda: at.evaluated / every)
+        for i in loop:
+            if i == 0:
+                at.value, at.g = flat(at.x, None)
+                at.best_value, at.mark, at.count = at.value.clone(), at.value.clone(), 1
+                continue
+            self._iterate(at, flat, i, shape)
+            if i == steps:
+                at.s_list, at.y_list = [], []  # no longer needed
             if tick:
-                tick(i + 1)
-            if len(rows) == 0:
-                break
-        return best, best_value, count
+                tick(i)
+            if len(at.rows) == 0:
+                loop.stop()
+        return at.best, at.best_value, at.count
+
+    def _iterate(self, at: _Descent, objective: Objective, i: int, shape: torch.Size) -> None:
+        d = _direction(at.g, at.s_list, at.y_list)
+        slope = (d * at.g).sum(1)
+        uphill = slope >= 0
+        d = torch.where(uphill[:, None], -at.g, d)
+        slope = torch.where(uphill, -(at.g**2).sum(1), slope)
+        t = torch.ones_like(at.value)
+        if not at.s_list:  # first step: there is no scale yet
+            t = 1.0 / at.g.norm(dim=1).clamp_min(1e-12)
+            t = torch.minimum(t, torch.ones_like(t)) * max(1.0, at.x.shape[1] ** 0.5 * 0.1)
+        new_x, new_value, new_g, used = self._search(objective, at.rows, at.x, at.value, slope, d, t)
+        at.count += used
+        s, y = new_x - at.x, new_g - at.g
+        good = (s * y).sum(1) > 1e-10 * (y**2).sum(1)
+        # A pair without curvature is left out of its row by making it zero; the others keep theirs.
+        at.s_list.append(torch.where(good[:, None], s, torch.zeros_like(s)))
+        at.y_list.append(torch.where(good[:, None], y, torch.zeros_like(y)))
+        at.s_list, at.y_list = at.s_list[-self.history :], at.y_list[-self.history :]
+        active = (s != 0).any(1)
+        at.x, at.value, at.g = new_x, new_value, new_g
+        better = at.value < at.best_value[at.rows]
+        if bool(better.any()):
+            at.best[at.rows[better]] = at.x[better].view(-1, *shape)
+            at.best_value[at.rows[better]] = at.value[better]
+        if i % self.patience == 0:
+            active = active & (at.mark - at.value > self.tolerance * at.mark.abs().clamp_min(1e-12))
+            at.mark = at.value.clone()
+        if not bool(active.all()):
+            keep = active.nonzero().flatten()
+            at.rows, at.x, at.value, at.g, at.mark = (v[keep] for v in (at.rows, at.x, at.value, at.g, at.mark))
+            at.s_list, at.y_list = [s[keep] for s in at.s_list], [y[keep] for y in at.y_list]
 
     def _search(
         self, objective: Objective, rows: Tensor, x: Tensor, value: Tensor, slope: Tensor, d: Tensor, t: Tensor

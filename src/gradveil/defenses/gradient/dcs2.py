@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from gradveil.core.errors import UserError, shape_text
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.losses import takes_classes
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
@@ -201,7 +201,7 @@ class DCS2(Defense):
         optimizer = torch.optim.Adam([x], lr=self.lr)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(self.steps / p) for p in (2.667, 1.6, 1.142)])
         moving = torch.ones(len(rows(x)), dtype=torch.bool, device=x.device)
-        for _ in steps(self.steps):
+        for _ in Loop(self.steps):
             with torch.enable_grad():
                 gradient, output = evaluate(start._replace(x=x))
                 cosine = torch.cosine_similarity(gradient, target_gradient, dim=1, eps=1e-12)

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense, Setup, Step, defense
@@ -64,7 +64,7 @@ class Refiner(Defense):
         x = torch.lerp(batch.x, noise, self.alpha).requires_grad_()
         optimizer = torch.optim.Adam([x], lr=self.lr)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(self.steps, 1))
-        for _ in steps(self.steps):
+        for _ in Loop(self.steps):
             with torch.enable_grad():
                 inputs = step.task.normalize(x)
                 um = utility(step.model.gradient(step.state, inputs, batch.y, draw, differentiable=True))

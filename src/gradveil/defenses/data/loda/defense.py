@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.core.errors import unknown
-from gradveil.core.loops import steps
+from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import Stream, generator
 from gradveil.core.settings import settings
@@ -109,7 +109,7 @@ class Loda(Defense):
         with torch.no_grad():
             target = memory.features(x)
         obscured = start.clone()
-        for _ in steps(self.steps):
+        for _ in Loop(self.steps):
             with torch.enable_grad():
                 obscured.requires_grad_()
                 features = _distance(memory.features(obscured), target)
