@@ -291,3 +291,12 @@ def test_swift_gives_a_noisy_victim_the_same_starts_in_any_company(
     attack = parse("swift:restarts=1,cycles=0")
     alone, together = attack(far[1:])[0], attack([*close, far[1]])[1]
     assert torch.allclose(alone.images, together.images, atol=2e-3)
+
+
+def test_the_progress_of_an_attack_in_stages_never_goes_back(observe_victims: Callable, shapes: DataSet) -> None:
+    seen, _ = observe_victims(data=shapes, victims=1, defense="gaussian:std=0.5")
+    told: list[tuple[int, int]] = []
+    attack = parse("swift:adam_steps=20")
+    attack(seen, budget="quick", progress=lambda done, total: told.append((done, total)))
+    shares = [done / total for done, total in told]
+    assert len(told) > 50 and all(a <= b + 0.02 for a, b in itertools.pairwise(shares)) and 0.3 < shares[-1] <= 1

@@ -191,10 +191,14 @@ class Attack:
             self._check(observation)
         answers = {i: _unusable(o, why) for i, o in enumerate(observations) if (why := why_unusable(o))}
         usable = {i: unit_length(o) for i, o in enumerate(observations) if i not in answers}
-        for rows in _stacks(usable):
+        stacks = _stacks(usable)
+        progress = progress and _Stages(progress)
+        for rows in stacks:
             picked = [usable[i] for i in rows]
             labels = torch.stack([self._labels(o) for o in picked])
             target = Target(picked, labels, generator(seed, self.name), budget, progress, memory, cache)
+            if isinstance(progress, _Stages):
+                progress.expect(self.cost(target.workload).iterations)
             begun = time.perf_counter()
             with torch.no_grad():
                 answer = self.run(target)
@@ -246,6 +250,22 @@ class ClosedForm(Attack):
         read = [self.read(target.observations[i]) for i in Loop(len(target.observations))]
         images, scores = zip(*(read[i % len(read)] for i in range(len(target.observations))), strict=True)
         return Answer(torch.stack(images), torch.stack(scores))
+
+
+class _Stages:
+    """The progress of several loops, one after another, as that of one: at the least of the expected length."""
+
+    def __init__(self, progress: Steps):
+        self._progress, self._ended, self._last, self._expected = progress, 0, 0, 0
+
+    def expect(self, iterations: int) -> None:
+        self._expected += iterations
+
+    def __call__(self, done: int, total: int) -> None:
+        if done < self._last:  # the next loop
+            self._ended += self._last
+        self._last = done
+        self._progress(self._ended + done, max(self._expected, self._ended + total))
 
 
 def _has(knowledge: Knowledge, need: str) -> bool:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gradveil.attacks.budget import Workload
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import compute
 from gradveil.auditing.limits import NO_LIMITS
-from gradveil.auditing.plan import Cell
+from gradveil.auditing.plan import Cell, cost_of
 from gradveil.auditing.spec import CONTROL
 from gradveil.auditing.work import Work, one_thread
 from gradveil.core.errors import UserError, one_line
@@ -80,12 +79,7 @@ class Estimate:
 
     def _longest(self, cell: Cell) -> float:
         """How much longer an attack may take whose searches all need every stage."""
-        if cell.kind != "attack":
-            return 1.0
-        case, public = self._case, self._case.public
-        task, _ = case.task(case.defenses[cell.defense])
-        images = 0 if public is None else len(public)
-        cost = case.attack(cell.attack).cost(Workload(task, case.spec.budget, case.spec.batch_size, case.training, images))
+        cost = cost_of(self._case, cell)
         return max(1.0, cost.limit / max(1, cost.iterations))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Attack
+from gradveil.attacks.base import Attack, Cost, Workload
 from gradveil.attacks.suite import VERSION, suite_attacks
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import SUITE, written
@@ -24,6 +24,7 @@ from gradveil.summary import VictimsNeeded
 CellKind = Literal["baseline", "train", "observe", "attack", "look", "utility"]
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
+SMALL = 50.0  # iterations that take as long as a cell without a search
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,28 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
     suite = suite_attacks(defense, case.spec.budget, case.spec.updates)
     named = [suite if attack == SUITE else [written(attack)] for attack in case.spec.attacks]
     return list(dict.fromkeys(name for names in named for name in names))
+
+
+def cost_of(case: Case, cell: Cell) -> Cost:
+    """What the attack of a cell says of its cost; nothing for other cells."""
+    if cell.kind != "attack":
+        return Cost(0)
+    task, _ = case.task(case.defenses[cell.defense])
+    images = 0 if case.public is None else len(case.public)
+    work = Workload(task, case.spec.budget, case.spec.batch_size, case.training, images)
+    return case.attack(cell.attack).cost(work)
+
+
+def weights_of(case: Case, cells: Iterable[Cell]) -> dict[str, float]:
+    """About how much work each cell is, without timing anything: good for telling the time that is left."""
+    weights = {}
+    for cell in cells:
+        try:
+            cost = cost_of(case, cell)
+        except Exception:  # in the code of a user, which fails again in its cell and is reported there
+            cost = Cost(0)
+        weights[cell.key] = SMALL + cost.iterations * cost.rows
+    return weights
 
 
 def suite_name(case: Case) -> str:

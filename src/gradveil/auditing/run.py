@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
-from gradveil.auditing.plan import Cell, make_plan
+from gradveil.auditing.plan import Cell, make_plan, weights_of
 from gradveil.auditing.progress import Display
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
@@ -55,7 +55,7 @@ def complete(
     cells: Sequence[Cell], missing: Sequence[Cell], case: Case, folder: RunFolder, execution: Execution, display: Display
 ) -> None:
     """Do the missing ones of these cells. Ctrl-C keeps what is done and says how much that is."""
-    display.start(len(cells), len(cells) - len(missing))
+    display.start(len(cells), weights_of(case, missing))
     memory, workers = execution.memory_bytes, cores() if execution.workers is None else execution.workers
     workers = workers if case.spec.in_words else 0
     share = memory if execution.ray is not None else share_of_memory(memory, workers)

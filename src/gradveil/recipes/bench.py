@@ -51,7 +51,7 @@ class Bench:
         piece = Piece(key=text)
         if self._preparation is None:
             self._preparation = self._display()
-            self._preparation.start(1, 0)
+            self._preparation.start(1, {text: 1.0})
             self._preparation.begin(piece)
         self._preparation.progress(piece, done, total)
 
@@ -59,7 +59,7 @@ class Bench:
         """The result of `work` for every piece. Results are JSON; one that is stored is not computed again."""
         self.stop()
         display, self.total = self._display(), len(pieces)
-        display.start(self.total, len(self.results.keys() & pieces.keys()))
+        display.start(self.total, dict.fromkeys(pieces.keys() - self.results.keys(), 1.0))
         try:
             for name, item in pieces.items():
                 if name not in self.results:
