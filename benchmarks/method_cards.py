@@ -24,7 +24,7 @@ from gradveil import models
 from gradveil.attacks.suite import accepted_counters
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import LocalTraining
+from gradveil.core.local_training import LocalTraining
 from gradveil.defenses import Defense, parse, registry
 from gradveil.defenses.base import Setup
 from gradveil.summary import Summary

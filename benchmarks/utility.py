@@ -27,7 +27,7 @@ from torch import nn
 from gradveil import models
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.types import LocalTraining
+from gradveil.core.local_training import LocalTraining
 from gradveil.data import DataSet, load
 from gradveil.defenses import Setup, parse
 from gradveil.federation import FederationPlan, History, train

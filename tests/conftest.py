@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from gradveil import attacks, metrics, models
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, Level, LocalTraining, Tensors
+from gradveil.core.types import Batch, Level, Tensors
 from gradveil.data import DataSet, load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup

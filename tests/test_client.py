@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import OPTIMIZERS, sent
 from torch import Tensor, nn
 
 from gradveil.attacks.suite import Counters
 from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import Chain, Defense, Setup, Step
@@ -61,35 +62,23 @@ def test_an_undefended_client_sends_the_plain_gradient(shapes: DataSet) -> None:
     assert not any(t.requires_grad for t in update.tensors.values())
 
 
-@pytest.mark.parametrize(
-    "training",
-    [
-        LocalTraining(epochs=3, lr=0.1),
-        LocalTraining(epochs=3, batch_size=2, lr=0.1),
-        LocalTraining(epochs=2, batch_size=3, lr=0.05, momentum=0.9, weight_decay=0.01),
-    ],
-)
-def test_a_delta_is_that_of_stochastic_gradient_descent(training: LocalTraining, shapes: DataSet) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sizes", [{"epochs": 3}, {"epochs": 3, "batch_size": 2}, {"batch_size": 2, "accumulate": 2}])
+def test_a_delta_is_that_of_torch(optimizer: str, sizes: dict[str, int], shapes: DataSet) -> None:
+    training = LocalTraining(lr=0.05, optimizer=optimizer, **sizes)  # type: ignore[arg-type]
     client, state, module = client_of(shapes, "none", training)
     batch = shapes.private[BATCH]
     update, trace = client.round(state, batch, 0)
-
-    module = copy.deepcopy(module).eval()
-    weights = dict(module.named_parameters())
-    velocity = {n: torch.zeros_like(w) for n, w in weights.items()}
-    assert training.lr is not None
-    for _ in range(training.epochs):
-        for rows in torch.arange(len(BATCH)).split(training.batch_size or len(BATCH)):
-            module.zero_grad()
-            F.cross_entropy(module((batch.x[rows] - shapes.mean) / shapes.std), batch.y[rows]).backward()
-            with torch.no_grad():
-                for n, w in weights.items():
-                    assert w.grad is not None
-                    velocity[n] = training.momentum * velocity[n] + w.grad + training.weight_decay * w
-                    w -= training.lr * velocity[n]
-    assert close(update.tensors, {n: w.detach() - state[n] for n, w in weights.items()}, 1e-5)
+    x = (batch.x - shapes.mean) / shapes.std
+    assert close(update.tensors, sent(module, x, batch.y, training, orders_of(client, training)), 1e-5)
     assert update.kind == "delta"
     assert torch.equal(trace.fed.x, batch.x)  # each image once, however many epochs there were
+
+
+def orders_of(client: Client, training: LocalTraining) -> list[Tensor]:
+    """In which order each epoch of the round 0 takes the images: a new one from the second on, where there are mini-batches."""
+    rng, images, small = client.draws("order", 0), len(BATCH), (training.batch_size or len(BATCH)) < len(BATCH)
+    return [torch.arange(images) if not epoch or not small else rng.permutation(images) for epoch in range(training.epochs)]
 
 
 def test_the_state_of_the_round_is_left_alone(shapes: DataSet) -> None:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from gradveil.attacks.registry import attack
     from gradveil.auditing.captured import attack_update
     from gradveil.core.errors import UserError
+    from gradveil.core.local_training import LocalTraining
     from gradveil.core.observation import Knowledge, Observation
-    from gradveil.core.types import Batch, LocalTraining, Update
+    from gradveil.core.types import Batch, Update
     from gradveil.defenses.base import Defense
     from gradveil.defenses.registry import defense
     from gradveil.protection import flower
@@ -29,7 +30,7 @@ _HOME = {
     "Batch": "gradveil.core.types",
     "Defense": "gradveil.defenses.base",
     "Knowledge": "gradveil.core.observation",
-    "LocalTraining": "gradveil.core.types",
+    "LocalTraining": "gradveil.core.local_training",
     "Observation": "gradveil.core.observation",
     "Report": "gradveil.report.audit_report",
     "Update": "gradveil.core.types",

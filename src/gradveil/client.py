@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from gradveil.core.errors import shown
-from gradveil.core.gradients import local_delta
+from gradveil.core.local_training import Images, LocalTraining, moved_statistics
 from gradveil.core.observation import Trace
 from gradveil.core.randomness import Stream, generator
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining, Tensors, Update
+from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses.base import Defense, Setup, Step, is_plain
 
 Draws = Callable[..., Stream]  # a random stream by its key
@@ -57,28 +57,31 @@ class Client:
         secrets: Tensors = {}
         if protected is None:
             protected, secrets = self.protect(state, batch, *key)
-        rng = self.draws("round", *key)
+        model, training, rng = self.task.model, self.training, self.draws("round", *key)
+        start = model.parameters(state)
+        buffers = {name: t.clone() for name, t in state.items() if name not in start}  # which training changes
         fed: list[Batch] = []
 
-        def gradient(parameters: Tensors, part: slice) -> Tensors:
-            step = self._step({**state, **parameters}, protected[part], rng, secrets)
+        def gradient(parameters: Tensors, part: Images) -> Tensors:
+            step = self._step({**buffers, **parameters}, protected[part], rng, secrets)
             step.batch = self.defense.batch(protected[part], step)
-            step.noise = self.task.model.draw_noise(len(step.batch), rng)
+            step.noise = model.draw_noise(len(step.batch), rng)
             secrets.update(step.noise)
             fed.append(step.batch)
             with torch.no_grad():
-                return self.defense.gradient(step.gradient(step.batch), step)
+                with model.batch_moments() as moments:
+                    plain = step.gradient(step.batch)
+                buffers.update(moved_statistics(buffers, moments))
+                return self.defense.gradient(plain, step)
 
-        start = self.task.model.parameters(state)
-        if self.training.kind == "gradient":
-            tensors = gradient(start, slice(0, len(batch)))
-        else:
-            tensors = local_delta(start, len(batch), self.training, gradient)
-        epoch = len(fed) // self.training.epochs if self.training.kind == "delta" else 1
-        seen = Batch(torch.cat([b.x for b in fed[:epoch]]), torch.cat([b.y for b in fed[:epoch]]))
-        step = self._step(state, seen, rng, secrets)
-        tensors = self.defense.update(tensors, step)
-        return Update(_detached(tensors), self.training.kind, len(batch)), Trace(batch, seen, secrets)
+        steps = training.steps(len(batch), self.draws("order", *key))
+        tensors = gradient(start, slice(None)) if training.kind == "gradient" else training.difference(start, steps, gradient)
+        epoch = fed[: len(fed) // training.epochs]
+        seen = Batch(torch.cat([b.x for b in epoch]), torch.cat([b.y for b in epoch]))
+        tensors = self.defense.update(tensors, self._step(state, seen, rng, secrets))
+        changed = {n: t for n, t in buffers.items() if t.is_floating_point() and not torch.equal(t, state[n])}
+        others = changed if training.sends_statistics else {}
+        return Update(_detached(tensors), training.kind, len(batch), others), Trace(batch, seen, secrets)
 
     def _step(self, state: Tensors, batch: Batch, rng: Stream, secrets: Tensors | None = None) -> Step:
         return Step(self.task, state, batch, rng, self.memory, secrets={} if secrets is None else secrets)

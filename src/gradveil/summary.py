@@ -140,7 +140,8 @@ class CaseFacts(Record):
     victims: int
     batch_size: int
     local_steps: int
-    local_lr: float
+    local_lr: float | None = None  # None: one gradient, or the default
+    mode: str = "eval"
     trained_rounds: int
     trained_epochs: int
     updates: int

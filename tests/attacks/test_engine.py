@@ -20,9 +20,9 @@ from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.attacks.matching.starts import Start
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Trace
 from gradveil.core.randomness import generator
-from gradveil.core.types import LocalTraining
 from gradveil.data import DataSet
 
 

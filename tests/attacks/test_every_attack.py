@@ -27,8 +27,9 @@ from gradveil.attacks.matching import fed_images, swift
 from gradveil.attacks.registry import registry
 from gradveil.attacks.suite import accepted_counters
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
-from gradveil.core.types import LocalTraining, Tensors, Update
+from gradveil.core.types import Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import parse as parse_defense
 from gradveil.defenses.base import Chain, Defense, Step

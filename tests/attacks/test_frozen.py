@@ -17,9 +17,10 @@ from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import Match, Problem
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining, Update
+from gradveil.core.types import Update
 from gradveil.models import build
 
 SHAPE = (3, 32, 32)

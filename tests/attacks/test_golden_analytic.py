@@ -10,7 +10,8 @@ import torch
 
 from gradveil.attacks import parse
 from gradveil.core.errors import UserError
-from gradveil.core.types import Batch, LocalTraining
+from gradveil.core.local_training import LocalTraining
+from gradveil.core.types import Batch
 from gradveil.data import DataSet
 
 NOISE = "gaussian:std=1.0"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gradveil.attacks import parse
-from gradveil.core.types import LocalTraining
+from gradveil.core.local_training import LocalTraining
 
 QUICK = "swift:restarts=0,cycles=0,adam_steps=0"  # one portfolio: enough for these
 

@@ -13,7 +13,7 @@ from gradveil.attacks import parse
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.rules import bias_rule, idlg, llg, minimum_rule
 from gradveil.attacks.layers import classifier_name
-from gradveil.core.types import LocalTraining
+from gradveil.core.local_training import LocalTraining
 
 LEVEL = {1: 1.0, 8: 0.85, 32: 0.75}
 

@@ -14,7 +14,8 @@ from gradveil.attacks import parse
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.matching.fed_images import signal_size
 from gradveil.attacks.unit_length import least_agreement, unit_length
-from gradveil.core.types import LocalTraining, Tensors
+from gradveil.core.local_training import LocalTraining
+from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 
 SIZES = (1e-20, 1.0, 1e20)

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Knowledge, Observation, Sighting, Trace, observe
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, Level, LocalTraining
+from gradveil.core.types import Batch, Level
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
@@ -43,28 +42,6 @@ DEEP = LocalTraining(epochs=2, batch_size=2, lr=0.1)
 
 
 # -- a round -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 40), st.integers(1, 4), st.none() | st.integers(1, 50))
-def test_every_epoch_takes_every_image_once_and_in_order(examples: int, epochs: int, size: int | None) -> None:
-    slices = LocalTraining(epochs=epochs, batch_size=size, lr=0.1).slices(examples)
-    taken = [i for part in slices for i in range(examples)[part]]
-    assert taken == list(range(examples)) * epochs
-    assert all(1 <= part.stop - part.start <= (size or examples) for part in slices)
-    assert len(slices) == epochs * -(-examples // (size or examples))
-
-
-def test_without_a_learning_rate_a_round_is_one_gradient_of_the_whole_batch() -> None:
-    training = LocalTraining(epochs=3, batch_size=2)
-    assert training.kind == "gradient"
-    assert training.slices(5) == [slice(0, 5)]
-    assert LocalTraining(lr=0.1).kind == "delta"
-
-
-@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"batch_size": 0}, {"lr": 0.0}, {"momentum": 1.0}])
-def test_a_round_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        LocalTraining(**wrong)
 
 
 def test_a_batch_has_as_many_labels_as_images() -> None:

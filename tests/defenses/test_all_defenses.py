@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Trace
-from gradveil.core.types import Batch, LocalTraining, Tensors, Update
+from gradveil.core.types import Batch, Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import parse
 from gradveil.defenses.base import STAGES, Defense, Setup

@@ -15,9 +15,10 @@ from gradveil.attacks.suite import accepted_counters
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining
+from gradveil.core.types import Batch
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
 from gradveil.defenses.data.ats.defense import ATS, Draw, parse_policies, random_policy, transform, write_policy

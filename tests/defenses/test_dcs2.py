@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Trace
 from gradveil.core.randomness import TorchStream
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining, Tensors, Update
+from gradveil.core.types import Batch, Tensors, Update
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Setup
 from gradveil.defenses.gradient import dcs2

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Setup, Step, parse
 from gradveil.defenses.gradient.graddefense import sensitivity
 

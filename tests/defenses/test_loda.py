@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining
+from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup

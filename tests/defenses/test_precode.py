@@ -14,9 +14,10 @@ from torch.distributions import Normal, kl_divergence
 from gradveil.client import prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining
+from gradveil.core.types import Batch
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
 from gradveil.defenses.model.precode import VariationalBottleneck, bottlenecks

@@ -13,10 +13,11 @@ from gradveil import attacks
 from gradveil.attacks.suite import accepted_counters
 from gradveil.client import Client, prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Sighting, observe
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup

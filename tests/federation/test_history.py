@@ -152,7 +152,7 @@ def test_rounds_to_counts_from_one_and_skips_what_was_not_measured() -> None:
         ({"sampled": 4}, "more clients than there are"),
         ({"images_per_client": 100}, "need 300 private images"),
         ({"partition": "random"}, "no partition 'random'"),
-        ({"fedsgd": True, "local_epochs": 2}, "no local epochs"),
+        ({"fedsgd": True, "local_epochs": 2}, "no local training"),
     ],
 )
 def test_bad_input_is_told_in_one_line(plain: nn.Module, data: DataSet, change: dict[str, Any], words: str) -> None:

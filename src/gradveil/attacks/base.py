@@ -22,13 +22,14 @@ from gradveil.attacks.labels.targets import infer_targets
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.loops import Loop
 from gradveil.core.observation import Knowledge, Observation, Reconstruction
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining, Tensors, hard_labels
+from gradveil.core.types import Tensors, hard_labels
 from gradveil.defenses.base import Defense
 
 Targets = Literal["classes", "any", "unused"]

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from gradveil.attacks.layers import hooked
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining, Shape
+from gradveil.core.types import Shape
 
 Budget = Literal["quick", "standard", "thorough"]
 _FACTOR = {"quick": 0.5, "standard": 1.0, "thorough": 4.0}
@@ -50,7 +51,7 @@ def row_bytes(work: Workload) -> int:
     model = work.task.model
     parameters = sum(t.numel() for name, t in model.module.named_parameters() if name in model.trainable)
     images = work.batch_size * activations(model.module, work.task.input_shape)
-    steps = len(work.training.slices(work.batch_size))  # local steps are differentiated through, all of them
+    steps = len(work.training.steps(work.batch_size))  # local steps are differentiated through, all of them
     return 4 * steps * (_UPDATES * parameters + _ACTIVATIONS * images)
 
 

@@ -20,6 +20,7 @@ from gradveil.attacks.matching.distances import RelativeL2, fitted
 from gradveil.attacks.unit_length import unit_length
 from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.losses import DEFAULT, find_loss, takes_classes
 from gradveil.core.notebook import figure, strip
 from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
@@ -28,7 +29,7 @@ from gradveil.core.progress import Progress
 from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.settings import first_error
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining, Shape, Tensors, Update
+from gradveil.core.types import Shape, Tensors, Update
 from gradveil.data.raw import MAX_CHANNELS, MAX_CLASSES, MAX_SIDE
 from gradveil.storage.files import write_indexed
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update

@@ -19,15 +19,17 @@ from gradveil.auditing.spec import AuditSpec, written
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
 from gradveil.core.hashing import digest, short_hash, source_hash
+from gradveil.core.local_training import freeze
 from gradveil.core.losses import DEFAULT, check_loss, find_loss, loss_name
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import Slots, strangers_wanted
+from gradveil.storage.weights import load_weights
 
 # To be raised when the results of every cell change: observation, client, labels, attack engine, training, scoring.
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Case:
@@ -42,8 +44,10 @@ class Case:
             raise UserError("the utility is an accuracy, and the targets of this data are no classes; leave it out.")
         shape, classes = self.data.input_shape, self.data.num_classes
         module = models.build(spec.model, input_shape=shape, num_classes=classes, seed=spec.seed)
-        self.server = copied(module).cpu().float()
-        self.training = LocalTraining(epochs=spec.local_steps, lr=spec.local_lr if spec.local_steps > 1 else None)
+        self.server, self.training = copied(module).cpu().float(), spec.local_training
+        if spec.weights is not None:
+            load_weights(self.server, spec.weights)
+        freeze(self.server, self.training.frozen)
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
         self._try_loss()
         random = generator(spec.seed, "victims")
@@ -145,7 +149,7 @@ class Case:
         with seeded(self.spec.seed, "network"):
             module = defense.model(module, self.data.input_shape)
         _load(module, tensors)
-        function = ModelFunction(module, self.loss)
+        function = ModelFunction(module, self.loss, self.training.mode)
         return self.data.task(function), function.state()
 
     # -- what it is called -------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
         protected, data_secrets = client.protect(state, batch, v)
         for u in range(case.spec.updates):
             update, trace = client.round(state, batch, v, u, protected=protected)
-            stored |= {f"{v}/{u}/update/{n}": t for n, t in update.tensors.items()}
+            stored |= {f"{v}/{u}/update/{n}": t for n, t in {**update.tensors, **update.others}.items()}
             if private:
                 stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
                 stored |= {f"{v}/{u}/fed/x": trace.fed.x, f"{v}/{u}/fed/y": trace.fed.y}

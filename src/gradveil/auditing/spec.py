@@ -14,10 +14,11 @@ from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
 from gradveil.core.errors import UserError, shown, unknown
 from gradveil.core.gradients import Loss
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.losses import DEFAULT
 from gradveil.core.options import Option, option_words
 from gradveil.core.settings import first_error
-from gradveil.core.types import Level
+from gradveil.core.types import Level, Mode
 from gradveil.data.catalogue import NAMED_SETS
 from gradveil.defenses.base import Defense
 from gradveil.federation import FederationPlan
@@ -25,6 +26,7 @@ from gradveil.storage.reading import read_yaml
 
 SUITE = "standard"
 CONTROL = "none"
+LOCAL_LR = 0.01  # of local training, unless it is given
 # A first overview within three minutes on two cores: the oldest baselines, weak and strong, and what servers ask for.
 FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
 
@@ -72,8 +74,16 @@ class AuditSpec(BaseModel):
     )
     victims: int = Field(8, ge=1, description="Private batches that are attacked.")
     batch_size: int = Field(1, ge=1, description="Images in a batch.")
-    local_steps: int = Field(1, ge=1, description="SGD steps per update. [1: a gradient]")
-    local_lr: float = Field(0.01, gt=0, description="Learning rate of local steps.")
+    weights: str | None = Field(None, description="File with the model's weights: safetensors, or a checkpoint of torch.")
+    mode: Mode = Field("train", description="What dropout and BatchNorm do on a client: train or eval.")
+    local_steps: int = Field(1, ge=1, description="SGD steps on the whole batch per update. [1: a gradient]")
+    local_epochs: int = Field(1, ge=1, description="Passes over the batch per update.")
+    local_batch_size: int | None = Field(None, ge=1, description="Images in a mini-batch of these passes. [all]")
+    local_optimizer: str = Field("sgd", description="sgd:momentum=0.9, adam, adamw:weight_decay=0.01")
+    local_lr: float | None = Field(None, gt=0, description="Its learning rate; weight differences are sent. [0.01]")
+    local_accumulate: int = Field(1, ge=1, description="Mini-batches per step of the optimizer.")
+    frozen: tuple[str, ...] = Field((), description="Parameters that are not trained, such as 'features.*'; repeat.")
+    sends_statistics: bool = Field(False, description="Clients send BatchNorm's statistics too.")
     trained_rounds: int = Field(0, ge=0, description="Federated rounds that trained the model.")
     trained_epochs: int = Field(0, ge=0, description="Central epochs that trained the model.")
     knowledge: Level = "realistic"
@@ -122,7 +132,26 @@ class AuditSpec(BaseModel):
     def _one_training(self) -> AuditSpec:
         if self.trained_rounds and self.trained_epochs:
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
+        if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):
+            raise UserError("give --local-steps, or --local-epochs and --local-batch-size, not both.")
+        self.local_training  # noqa: B018 (refuses what does not fit together)
         return self
+
+    @property
+    def local_training(self) -> LocalTraining:
+        """One gradient, unless anything is said of local training."""
+        epochs = max(self.local_steps, self.local_epochs)
+        said = (epochs, self.local_batch_size, self.local_optimizer, self.local_lr, self.local_accumulate)
+        return LocalTraining(
+            epochs=epochs,
+            batch_size=self.local_batch_size,
+            lr=None if said == (1, None, "sgd", None, 1) else self.local_lr or LOCAL_LR,
+            optimizer=self.local_optimizer,
+            mode=self.mode,
+            accumulate=self.local_accumulate,
+            frozen=self.frozen,
+            sends_statistics=self.sends_statistics,
+        )
 
     @property
     def in_words(self) -> bool:

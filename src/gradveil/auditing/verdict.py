@@ -63,7 +63,8 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     defenses = tuple(_defense(case, plan, cells, text, control, clean) for text in case.defenses)
     baseline = cells[plan.of("baseline")[0].key]
     data = case.data
-    facts = {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
+    facts: dict[str, object] = {"local_steps": len(case.training.steps(case.spec.batch_size))}
+    facts |= {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
     chance = 1 / data.num_classes if data.has_classes else None
@@ -90,7 +91,7 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
     state = "an untrained model"
     for count, word in ((spec.trained_rounds, "round"), (spec.trained_epochs, "epoch")):
         state = f"a model trained for {plural(count, word)}" if count else state
-    sent = "one gradient per update" if spec.local_steps == 1 else f"{spec.local_steps} local steps per update"
+    sent = case.training.in_words(spec.batch_size)
     seen = f", {spec.updates} updates of each batch" if spec.updates > 1 else ""
     server = f"; a malicious server in {', '.join(malicious)}" if malicious else ""
     return (

@@ -5,7 +5,9 @@ victims, and a loop over them for models that do not vmap. vmap is taken only af
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -16,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.local_training import Images, LocalTraining, Moments
 from gradveil.core.randomness import Stream
-from gradveil.core.types import LocalTraining, Tensors
+from gradveil.core.types import Mode, Tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Mode = Literal["eval", "train"]
 Route = Literal["vmap", "loop"]
 
 
@@ -57,13 +59,17 @@ class ModelFunction:
         for part in self.module.modules():
             if getattr(part, "inplace", False):
                 vars(part)["inplace"] = False  # a captured activation must not be overwritten
+        self._tracked: dict[str, _BatchNorm] = {}  # the layers that move running statistics, by path
+        self._statistics: Tensors = {}  # of these layers
         if mode == "train":
+            norms = {f"{path}." if path else "": m for path, m in self.module.named_modules() if isinstance(m, _BatchNorm)}
+            self._tracked = {path: m for path, m in norms.items() if m.running_mean is not None}
+            self._statistics = {f"{path}{n}": t.clone() for path, m in self._tracked.items() for n, t in m.named_buffers()}
             replace_all_batch_norm_modules_(self.module)  # batch statistics, no running ones: pure
         self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
         if not self.trainable:
             raise UserError("the model has no trainable parameters, so there is no update to attack.")
-        penalties = (getattr(m, "penalty", None) for m in self.module.modules())
-        self._penalties: list[Callable[[], Tensor]] = [p for p in penalties if callable(p)]
+        self._penalties = _penalties(self.module)
         self._routes: dict[tuple[torch.Size, bool], Route] = {}
 
     def drop_penalties(self) -> None:
@@ -75,11 +81,24 @@ class ModelFunction:
         """Whether the gradient of an image depends on the other images of its batch."""
         return self.mode == "train" and any(isinstance(m, _BatchNorm) for m in self.module.modules())
 
+    @cached_property
+    def without_dropout(self) -> "ModelFunction":
+        """The same function with nothing left to chance by dropout: an adversary does not know which units it dropped."""
+        if self.mode == "eval" or not any(_drops(part) for part in self.module.modules()):
+            return self
+        duplicate = copy.copy(self)
+        duplicate.module, duplicate._routes = copy.deepcopy(self.module), {}
+        duplicate._penalties = _penalties(duplicate.module) if self._penalties else []
+        for part in duplicate.module.modules():
+            for name in _drops(part):
+                vars(part)[name] = 0.0
+        return duplicate
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> Tensors:
-        """A detached copy of the module's parameters and buffers."""
-        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        """A detached copy of the module's parameters and buffers, running statistics included."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers()), **self._statistics}
         return {name: t.detach().clone() for name, t in named.items()}
 
     def parameters(self, state: Tensors) -> Tensors:
@@ -125,6 +144,21 @@ class ModelFunction:
                 value, leaves, create_graph=differentiable, allow_unused=True, materialize_grads=True
             )
         return dict(zip(parameters, gradient, strict=True))
+
+    @contextmanager
+    def batch_moments(self) -> Iterator[list[Moments]]:
+        """Collect what BatchNorm layers see in the forward passes inside the block, in their order."""
+        seen: list[Moments] = []
+
+        def record(path: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+            seen.append(Moments.of(path, self._tracked[path].momentum, inputs[0]))
+
+        handles = [layer.register_forward_pre_hook(partial(record, path)) for path, layer in self._tracked.items()]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
 
     # -- many victims ------------------------------------------------------------------------------------------------
 
@@ -186,24 +220,20 @@ class ModelFunction:
         victims = len(x)
         start = {k: v.expand(victims, *v.shape) for k, v in self.parameters(state).items()}
 
-        def gradient(parameters: Tensors, part: slice) -> Tensors:
+        def gradient(parameters: Tensors, part: Images) -> Tensors:
             draw = {k: v[:, part] for k, v in (noise or {}).items()}
             return self.gradients({**state, **parameters}, x[:, part], y[:, part], draw, stacked=True)
 
-        return local_delta(start, x.shape[1], training, gradient)
+        return training.difference(start, training.steps(x.shape[1]), gradient)
 
 
-def local_delta(
-    start: Tensors, examples: int, training: LocalTraining, gradient: Callable[[Tensors, slice], Tensors]
-) -> Tensors:
-    """Weights after minus before, for SGD with the gradients that `gradient(parameters, mini-batch)` gives."""
-    assert training.lr is not None
-    parameters = dict(start)
-    velocity: Tensors = {}
-    for part in training.slices(examples):
-        for name, g in gradient(parameters, part).items():
-            g = g + training.weight_decay * parameters[name] if training.weight_decay else g
-            if training.momentum:
-                g = velocity[name] = training.momentum * velocity[name] + g if name in velocity else g
-            parameters[name] = parameters[name] - training.lr * g
-    return {name: parameters[name] - start[name] for name in start}
+def _penalties(module: nn.Module) -> list[Callable[[], Tensor]]:
+    """What submodules add to the loss."""
+    methods = (getattr(part, "penalty", None) for part in module.modules())
+    return [method for method in methods if callable(method)]
+
+
+def _drops(part: nn.Module) -> list[str]:
+    """The settings of a layer that say how much it drops, where that is more than nothing."""
+    names = ["p"] if isinstance(part, nn.modules.dropout._DropoutNd) else ["dropout", "drop_prob"]
+    return [name for name in names if isinstance(share := getattr(part, name, None), (int, float)) and share > 0]

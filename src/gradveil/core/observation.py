@@ -5,14 +5,15 @@ What an adversary is granted beyond that is in its `Knowledge`, and only there.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.task import Task
-from gradveil.core.types import Batch, Level, LocalTraining, Noise, Tensors, Update
+from gradveil.core.types import Batch, Level, Noise, Tensors, Update
 
 _Part = TypeVar("_Part")
 
@@ -160,15 +161,24 @@ def observe(
         labels = trace.fed.y.detach().clone()
     if trace is not None and level == "upper-bound":
         secrets = {k: v.detach().clone() for k, v in trace.secrets.items()}
+    training, task = training or LocalTraining(), task.with_model(task.model.without_dropout)
+    # The state is the server's own and may be large, so victims of one round share it; what was sent is copied.
+    sightings = tuple(Sighting(s.state, s.update.received(task.model.parameters(s.state)), s.group) for s in seen)
+    if training.kind == "delta" and training.is_single_step(seen[0].update.examples):
+        sightings, training = tuple(_gradient_of(s, training) for s in sightings), training.single_gradient()
     knowledge = Knowledge(
         level=level,
         batch_size=seen[0].update.examples,
-        training=training or LocalTraining(),
+        training=training,
         defense=defense,
         labels=labels,
         public=public,
         secrets=secrets,
     )
-    # The state is the server's own and may be large, so victims of one round share it; what was sent is copied.
-    sightings = tuple(Sighting(s.state, s.update.received(task.model.parameters(s.state)), s.group) for s in seen)
     return Observation(task, sightings, knowledge)
+
+
+def _gradient_of(sighting: Sighting, training: LocalTraining) -> Sighting:
+    """The weight difference of a single step as the gradient that it is; its size does not matter to attacks."""
+    tensors = training.as_gradient(sighting.update.tensors, sighting.state)
+    return replace(sighting, update=replace(sighting.update, tensors=tensors, kind="gradient"))

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
-
-from gradveil.core.settings import settings
 
 Tensors = dict[str, Tensor]
 Shape = tuple[int, int, int]  # channels, height, width
 Level = Literal["realistic", "paper", "upper-bound"]
 Kind = Literal["gradient", "delta"]
+Mode = Literal["train", "eval"]
 
 
 _WIDER = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64}
@@ -61,28 +59,6 @@ class Batch:
     def image_shape(self) -> Shape:
         channels, height, width = self.x.shape[1:]
         return channels, height, width
-
-
-@settings
-class LocalTraining:
-    """What a client does in a round: one gradient (no `lr`), or steps of SGD whose weight delta it sends."""
-
-    epochs: int = Field(default=1, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)  # None: the whole batch at once
-    lr: float | None = Field(default=None, gt=0)  # None: send the gradient itself
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-
-    @property
-    def kind(self) -> Kind:
-        return "gradient" if self.lr is None else "delta"
-
-    def slices(self, examples: int) -> list[slice]:
-        """The mini-batches of a round, in the order in which they are taken."""
-        if self.lr is None:
-            return [slice(0, examples)]
-        size = self.batch_size or examples
-        return [slice(i, min(i + size, examples)) for _ in range(self.epochs) for i in range(0, examples, size)]
 
 
 class Noise(NamedTuple):

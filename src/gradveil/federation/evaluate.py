@@ -7,7 +7,6 @@ from torch import Tensor
 from gradveil.core.randomness import Stream
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
-from gradveil.federation.statistics import even_parts
 
 CHUNK = 256  # images that are evaluated together
 
@@ -20,7 +19,7 @@ def evaluate(task: Task, state: Tensors, batch: Batch, rng: Stream) -> tuple[Ten
     model = task.model
     correct, losses = [], []
     with torch.no_grad():
-        for x, y in zip(even_parts(batch.x, CHUNK), even_parts(batch.y, CHUNK), strict=True):
+        for x, y in zip(batch.x.split(CHUNK), batch.y.split(CHUNK), strict=True):
             outputs = model(state, task.normalize(x), model.draw_noise(len(x), rng))
             if y.ndim == 1:
                 correct.append(outputs.argmax(dim=1) == y)

@@ -7,9 +7,10 @@ import torch
 from pydantic import Field
 
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import LocalTraining
+from gradveil.core.types import Mode
 from gradveil.federation.schedules import schedule
 
 EngineName = Literal["inline", "flower"]
@@ -22,7 +23,7 @@ class SGDPlan:
     batch_size: int | None = Field(default=64, ge=1, description="Images in a mini-batch.")
     lr: float = Field(default=0.05, gt=0, allow_inf_nan=False, description="Learning rate.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Of local SGD; with --fedsgd of the server's.")
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of the same SGD.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Of the same optimizer.")
     seed: int = Field(default=0, ge=0, description="Seed of all randomness.")
 
 
@@ -36,6 +37,10 @@ class FederationPlan(SGDPlan):
     sampled: int | None = Field(default=None, ge=1, description="Clients that take part in a round. [all]")
     partition: str = Field(default="iid", description="iid, dirichlet:alpha=X, classes:per_client=N")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's images per round.")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Of local training; momentum is SGD's.")
+    accumulate: int = Field(default=1, ge=1, description="Mini-batches per step of the optimizer.")
+    mode: Mode = Field(default="train", description="What dropout and BatchNorm do on clients: train or eval.")
+    frozen: tuple[str, ...] = Field(default=(), description="Parameters that are not trained, such as 'features.*'; repeat.")
     schedule: str = Field(default="constant", description="exponential:gamma=X or step:every=N.")
     fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
     defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
@@ -50,8 +55,8 @@ class FederationPlan(SGDPlan):
             raise UserError(f"defended={text}: write all, or how many of the {self.clients} clients.")
         if self.sampled is not None and self.sampled > self.clients:
             raise UserError(f"sampled={self.sampled} asks for more clients than there are ({self.clients}).")
-        if self.fedsgd and self.local_epochs != 1:
-            raise UserError("FedSGD sends one gradient per round, so there are no local epochs to set.")
+        if self.fedsgd and (self.local_epochs, self.optimizer, self.accumulate) != (1, "sgd", 1):
+            raise UserError("FedSGD sends one gradient per round, so there is no local training to set.")
         schedule(self.schedule)  # refuses one that there is not
 
     @property
@@ -63,14 +68,17 @@ class FederationPlan(SGDPlan):
 
     def local_training(self, round: int) -> LocalTraining:
         """One gradient, or local SGD at the learning rate of this round."""
+        common = LocalTraining(mode=self.mode, frozen=self.frozen, sends_statistics=True)
         if self.fedsgd:
-            return LocalTraining()
-        return LocalTraining(
+            return common
+        momentum = f"momentum={self.momentum}," if self.optimizer == "sgd" else ""
+        return dataclasses.replace(
+            common,
             epochs=self.local_epochs,
             batch_size=self.batch_size,
             lr=self.learning_rate(round),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
+            optimizer=f"{self.optimizer}:{momentum}weight_decay={self.weight_decay}",
+            accumulate=self.accumulate,
         )
 
     def chosen(self, round: int) -> list[int]:
@@ -83,5 +91,5 @@ class FederationPlan(SGDPlan):
     def evaluated(self, round: int) -> bool:
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
-    def to_json(self) -> dict[str, str | int | float | bool | None]:
-        return {**dataclasses.asdict(self), "defended": self.num_defended}
+    def to_json(self) -> dict[str, str | int | float | bool | list[str] | None]:
+        return {**dataclasses.asdict(self), "defended": self.num_defended, "frozen": list(self.frozen)}

@@ -11,27 +11,28 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.local_training import freeze
 from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.types import Batch, Tensors, Update
 from gradveil.data import DataSet
 from gradveil.defenses import Defense, Setup, parse
-from gradveil.defenses.base import is_plain
 from gradveil.federation.evaluate import evaluate
 from gradveil.federation.faults import Failure, Reply, screen
 from gradveil.federation.history import Event, History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import FederationPlan
-from gradveil.federation.statistics import MOMENTUM, RunningStatistics, has_batch_norm
 
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
 
@@ -54,12 +55,12 @@ class Federation:
         self.cache, self.progress = cache, progress
         with seeded(plan.seed, "network"):  # a defense may add layers; torch draws their weights from its global stream
             self.module = self.defense.model(copy.deepcopy(module), data.input_shape)
-        self.batch_norm = has_batch_norm(self.module)
+        freeze(self.module, plan.frozen)
+        self.batch_norm = any(isinstance(part, _BatchNorm) for part in self.module.modules())
         if self.batch_norm and plan.num_defended:
             logging.getLogger("gradveil").info("BatchNorm's statistics leave each client beside its update, unprotected")
         self.task = data.task(ModelFunction(self.module, loss))  # as the server evaluates it
-        self.training_task = data.task(ModelFunction(self.module, loss, "train"))  # as clients train it
-        self.statistics = RunningStatistics(self.module)
+        self.training_task = data.task(ModelFunction(self.module, loss, plan.mode))  # as clients train it
         self.state = self.task.model.state()
         total = plan.clients * plan.images_per_client if plan.images_per_client else len(data.private)
         if total > len(data.private):
@@ -121,9 +122,8 @@ class Participant:
         """What the client sends in one round."""
         order = self._order(round)
         images = self.images[order]
-        update, fed, buffers = self._train(self.client, state, images, self.protected[order], round)
-        buffers |= self._statistics(state, update, fed, round)
-        return Reply(self.number, update, buffers, self._cosine(state, update, images, round))
+        update = self._train(self.client, state, images, self.protected[order], round)
+        return Reply(self.number, replace(update, others={}), update.others, self._cosine(state, update, images, round))
 
     def _order(self, round: int) -> Tensor:
         """The images of this round: all in a new order, or for FedSGD the next mini-batch of a pass over them."""
@@ -132,37 +132,17 @@ class Participant:
         first = place * self._images_per_round
         return order[: self._images_per_pass][first : first + self._images_per_round]
 
-    def _train(
-        self, client: Client, state: Tensors, images: Batch, protected: Batch, round: int
-    ) -> tuple[Update, Tensor, Tensors]:
-        """The update, the images that were fed to the network, and the buffers that training changed."""
-        # A copy: the server's buffers must not change.
-        buffers = {name: t.clone() for name, t in state.items() if name not in self._task.model.trainable}
+    def _train(self, client: Client, state: Tensors, images: Batch, protected: Batch, round: int) -> Update:
         client.training = self.plan.local_training(round)
         with seeded(self.plan.seed, self.number, round, "dropout"):
-            update, trace = client.round({**state, **buffers}, images, self.number, round, protected=protected)
-        if strange := [n for n, t in update.tensors.items() if not is_plain(t) or t.layout != torch.strided or t.is_meta]:
-            raise TypeError(f"'{strange[0]}' is no plain tensor")
-        changed = {n: t for n, t in buffers.items() if t.is_floating_point() and not torch.equal(t, state[n])}
-        return update, trace.fed.x, changed
-
-    def _statistics(self, state: Tensors, update: Update, fed: Tensor, round: int) -> Tensors:
-        """BatchNorm's statistics after this round; one gradient moves them by one step of torch's moving average."""
-        if self._task is not self._federation.training_task or set(update.tensors) - set(state):
-            return {}
-        if update.kind == "delta":
-            state = {**state, **{name: state[name] + delta for name, delta in update.tensors.items()}}
-        rng = generator(self.plan.seed, self.number, round, "statistics")
-        measured = self._federation.statistics.measure(state, self._task.normalize(fed), self._batch_size, rng)
-        if update.kind == "gradient":
-            return {name: torch.lerp(state[name], value, MOMENTUM) for name, value in measured.items()}
-        return measured
+            update, _ = client.round(state, images, self.number, round, protected=protected)
+        return update
 
     def _cosine(self, state: Tensors, update: Update, images: Batch, round: int) -> float | None:
         """The cosine between the update of the first defended client and the one without a defense."""
         if not (self.plan.cosine_every and self.defended and self.number == 0 and round % self.plan.cosine_every == 0):
             return None
-        plain, _, _ = self._train(self._prepare(parse("none")), state, images, images, round)
+        plain = self._train(self._prepare(parse("none")), state, images, images, round)
         names = self._task.model.trainable
         a, b = (torch.cat([u.tensors[n].flatten() for n in names]).double() for u in (update, plain))
         return float((a @ b / (a.norm() * b.norm()).clamp_min(1e-30)).clamp(-1, 1))

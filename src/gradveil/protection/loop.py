@@ -14,10 +14,11 @@ from typing_extensions import Unpack
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError, unknown
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import REPRODUCIBLE, Streams
 from gradveil.core.task import Task
 from gradveil.core.text import listing, shorten
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.data.readers.objects import read_object
 from gradveil.data.validation import checked_batch, to_batch
 from gradveil.defenses import Defense, parse

@@ -18,9 +18,10 @@ from gradveil import attacks, defenses
 from gradveil.client import prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet, load
 from gradveil.defenses.base import Setup
 from gradveil.defenses.data.ats.defense import Policy, parse_policies, write_policy

@@ -16,8 +16,9 @@ from gradveil import attacks, models
 from gradveil.attacks.budget import Budget, Workload
 from gradveil.auditing.work import one_thread
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.task import Task
-from gradveil.core.types import LocalTraining, Shape
+from gradveil.core.types import Shape
 from gradveil.data import load
 from gradveil.data.source import resolve
 from gradveil.data.split import sizes

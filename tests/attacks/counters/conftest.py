@@ -10,9 +10,10 @@ import torch
 from gradveil import models
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, Trace, observe
 from gradveil.core.randomness import generator
-from gradveil.core.types import Level, LocalTraining
+from gradveil.core.types import Level
 from gradveil.data import load
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup

@@ -13,8 +13,9 @@ from gradveil.attacks.base import Target
 from gradveil.attacks.layers import exact_input, hooked, linear_layers
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Sighting
-from gradveil.core.types import LocalTraining, Update
+from gradveil.core.types import Update
 
 _PREFIX = "inner."
 

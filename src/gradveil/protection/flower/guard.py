@@ -18,8 +18,9 @@ from typing_extensions import Unpack
 
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import seeded
-from gradveil.core.types import Batch, LocalTraining, Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Refused, Step, checked_update, is_plain
 from gradveil.protection.door import Checked, Door, DoorOptions, text_kept_here
