@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, StorableText
+from gradveil.core.types import Mode
 from gradveil.storage.run_folder import read_record
 
 SCHEMA: Final = 2
@@ -140,8 +141,15 @@ class CaseFacts(Record):
     victims: int
     batch_size: int
     local_steps: int
-    local_lr: float | None = None  # None: one gradient, or the default
-    mode: str = "eval"
+    local_lr: float | None = None  # None: one gradient is sent
+    local_epochs: int = 1
+    local_batch_size: int | None = None  # None: the whole batch
+    local_optimizer: StorableText = "sgd"
+    local_accumulate: int = 1
+    mode: Mode = "train"
+    frozen: tuple[StorableText, ...] = ()
+    sends_statistics: bool = False
+    weights: StorableText | None = None
     trained_rounds: int
     trained_epochs: int
     updates: int

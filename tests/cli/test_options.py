@@ -112,6 +112,8 @@ def test_a_new_field_makes_another_case_unless_it_is_marked() -> None:
 def test_the_terms_of_a_case() -> None:
     assert set(AuditSpec().terms()) == {
         *("data", "model", "num_classes", "victims", "batch_size", "local_steps", "local_lr"),
+        *("weights", "mode", "local_epochs", "local_batch_size", "local_optimizer", "local_accumulate", "frozen"),
+        "sends_statistics",
         *("trained_rounds", "trained_epochs", "updates", "knowledge", "budget", "seed"),
     }
 

@@ -161,11 +161,11 @@ class AuditSpec(BaseModel):
     def terms(self) -> dict[str, object]:
         """The settings that make two audits the same case."""
         fields = type(self).model_fields
-        return {name: getattr(self, name) for name, field in fields.items() if OUTSIDE_CASE not in field.metadata}
+        return {name: _listed(getattr(self, name)) for name, field in fields.items() if OUTSIDE_CASE not in field.metadata}
 
     def plain(self, **names: str) -> dict[str, object]:
         """As YAML holds it; `names` replace objects that have no text."""
-        values: dict[str, object] = {name: getattr(self, name) for name in type(self).model_fields} | names
+        values: dict[str, object] = {name: _listed(getattr(self, name)) for name in type(self).model_fields} | names
         values["defenses"] = [written(d) for d in self.defenses]
         values["attacks"] = [written(a) for a in self.attacks]
         values["utility"] = self.utility.model_dump() if self.utility else False
@@ -207,6 +207,11 @@ def _check_keys(values: Iterable[str], cls: type[AuditSpec], where: str = "") ->
     for key in values:
         if key not in names:
             raise UserError(where + str(unknown("setting", key, names, hint=f"There are: {', '.join(names)}.")))
+
+
+def _listed(value: object) -> object:
+    """As JSON and YAML hold it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _as_list(value: object) -> list[object]:

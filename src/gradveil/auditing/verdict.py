@@ -63,7 +63,9 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     defenses = tuple(_defense(case, plan, cells, text, control, clean) for text in case.defenses)
     baseline = cells[plan.of("baseline")[0].key]
     data = case.data
-    facts: dict[str, object] = {"local_steps": len(case.training.steps(case.spec.batch_size))}
+    training = case.training
+    facts: dict[str, object] = {"local_steps": len(training.steps(case.spec.batch_size)), "local_lr": training.lr}
+    facts |= {"local_epochs": training.epochs, "frozen": training.frozen}
     facts |= {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()

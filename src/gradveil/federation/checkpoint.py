@@ -29,7 +29,7 @@ class Checkpoint:
     def __init__(self, folder: Path, federation: Federation, loss: str = DEFAULT):
         self.folder = folder
         images = {"x": federation.images.x, "y": federation.images.y, "test": federation.data.test.y}
-        self.configuration: dict[str, str | int | float | bool | None] = {
+        self.configuration: dict[str, object] = {
             **federation.plan.to_json(),
             "data": federation.data.name,
             "defense": federation.defense.spec,

@@ -91,5 +91,5 @@ class FederationPlan(SGDPlan):
     def evaluated(self, round: int) -> bool:
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
-    def to_json(self) -> dict[str, str | int | float | bool | list[str] | None]:
+    def to_json(self) -> dict[str, object]:
         return {**dataclasses.asdict(self), "defended": self.num_defended, "frozen": list(self.frozen)}

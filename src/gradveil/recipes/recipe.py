@@ -167,7 +167,8 @@ class Scaled:
     @cached_property
     def specs(self) -> dict[str, AuditSpec]:
         """The audits, each with exactly the defenses and attacks that its cells need."""
-        shared = {"pictures": "shown", **chosen(self.recipe.common, self.scale)}
+        # The attacks of the papers look at networks in evaluation mode.
+        shared = {"pictures": "shown", "mode": "eval", **chosen(self.recipe.common, self.scale)}
         specs = {}
         for name, settings in chosen(self.recipe.audits, self.scale).items():
             used = [cell for cell in self.wanted() if cell.audit == name]
