@@ -41,8 +41,8 @@ from gradveil.attacks.matching.problem import residual
 from gradveil.attacks.registry import parse
 from gradveil.client import prepare_client
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
 from gradveil.core.local_training import LocalTraining
+from gradveil.core.observation import Observation, Reconstruction, Sighting, observe
 from gradveil.core.types import Batch
 from gradveil.data import DataSet, load
 from gradveil.defenses.base import Setup

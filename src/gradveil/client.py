@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradveil.core.errors import shown
-from gradveil.core.local_training import Images, LocalTraining, moved_statistics
+from gradveil.core.local_training import LocalTraining, MiniBatch, moved_statistics
 from gradveil.core.observation import Trace
 from gradveil.core.randomness import Stream, generator
 from gradveil.core.task import Task
@@ -62,7 +62,7 @@ class Client:
         buffers = {name: t.clone() for name, t in state.items() if name not in start}  # which training changes
         fed: list[Batch] = []
 
-        def gradient(parameters: Tensors, part: Images) -> Tensors:
+        def gradient(parameters: Tensors, part: MiniBatch) -> Tensors:
             step = self._step({**buffers, **parameters}, protected[part], rng, secrets)
             step.batch = self.defense.batch(protected[part], step)
             step.noise = model.draw_noise(len(step.batch), rng)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import UserError, one_line
-from gradveil.core.local_training import Images, LocalTraining, Moments
+from gradveil.core.local_training import LocalTraining, MiniBatch, Moments
 from gradveil.core.randomness import Stream
 from gradveil.core.types import Mode, Tensors
 
@@ -220,7 +220,7 @@ class ModelFunction:
         victims = len(x)
         start = {k: v.expand(victims, *v.shape) for k, v in self.parameters(state).items()}
 
-        def gradient(parameters: Tensors, part: Images) -> Tensors:
+        def gradient(parameters: Tensors, part: MiniBatch) -> Tensors:
             draw = {k: v[:, part] for k, v in (noise or {}).items()}
             return self.gradients({**state, **parameters}, x[:, part], y[:, part], draw, stacked=True)
 

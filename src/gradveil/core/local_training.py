@@ -20,14 +20,14 @@ from gradveil.core.randomness import Stream
 from gradveil.core.settings import choose, settings
 from gradveil.core.types import Kind, Mode, Tensors
 
-Images = slice | Tensor  # which images of the client: a mini-batch
-LocalGradient = Callable[[Tensors, Images], Tensors]  # of the parameters on a mini-batch
+MiniBatch = slice | Tensor  # which images of the client: a mini-batch
+LocalGradient = Callable[[Tensors, MiniBatch], Tensors]  # of the parameters on a mini-batch
 
 
 # -- optimisers ------------------------------------------------------------------------------------------------------
 
 
-class Optimizer(ABC):
+class LocalOptimizer(ABC):
     """One step of an optimiser as torch.optim computes it. `memory` is what it keeps from step to step, empty at first."""
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Optimizer(ABC):
 
 
 @settings
-class SGD(Optimizer):
+class LocalSGD(LocalOptimizer):
     """Stochastic gradient descent, as torch.optim.SGD."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -55,7 +55,7 @@ class SGD(Optimizer):
 
 
 @settings
-class Adam(Optimizer):
+class LocalAdam(LocalOptimizer):
     """Adam, as torch.optim.Adam: weight decay is added to the gradient."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -84,7 +84,7 @@ class Adam(Optimizer):
 
 
 @settings
-class AdamW(Adam):
+class LocalAdamW(LocalAdam):
     """Adam with weight decay on the weights themselves, as torch.optim.AdamW."""
 
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -93,10 +93,10 @@ class AdamW(Adam):
         return value * (1 - lr * self.weight_decay), gradient
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+OPTIMIZERS: dict[str, type[LocalOptimizer]] = {"sgd": LocalSGD, "adam": LocalAdam, "adamw": LocalAdamW}
 
 
-def optimizer(text: str) -> Optimizer:
+def optimizer(text: str) -> LocalOptimizer:
     """The optimiser that `text` writes, such as `sgd:momentum=0.9,weight_decay=1e-4`."""
     return choose("optimizer", text, OPTIMIZERS)
 
@@ -113,7 +113,7 @@ class LocalTraining:
     """
 
     epochs: int = Field(default=1, ge=1, description="Passes over the images.")
-    batch_size: int | None = Field(default=None, ge=1, description="Images in a mini-batch. [all]")
+    batch_size: int | None = Field(default=None, ge=1, description="MiniBatch in a mini-batch. [all]")
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Learning rate. [none: a gradient is sent]")
     optimizer: str = Field(default="sgd", description="sgd:momentum=0.9, adam, adamw:weight_decay=0.01")
     mode: Mode = Field(default="train", description="train or eval: what dropout and BatchNorm do.")
@@ -133,12 +133,12 @@ class LocalTraining:
 
     def is_single_step(self, images: int) -> bool:
         """Whether one step of SGD is made, so that the weight difference is a gradient in other units."""
-        return [len(parts) for parts in self.steps(images)] == [1] and isinstance(optimizer(self.optimizer), SGD)
+        return [len(parts) for parts in self.steps(images)] == [1] and isinstance(optimizer(self.optimizer), LocalSGD)
 
-    def steps(self, images: int, rng: Stream | None = None) -> list[list[Images]]:
+    def steps(self, images: int, rng: Stream | None = None) -> list[list[MiniBatch]]:
         """The mini-batches of each step of a round. Without `rng` no epoch has a new order: an adversary does not know it."""
         size = images if self.lr is None else self.batch_size or images
-        parts: list[Images] = []
+        parts: list[MiniBatch] = []
         for epoch in range(self.epochs):
             places = [slice(i, min(i + size, images)) for i in range(0, images, size)]
             if epoch and self.shuffle and rng is not None and size < images:
@@ -151,7 +151,7 @@ class LocalTraining:
     def number_of_steps(self, images: int) -> int:
         return len(self.steps(images))
 
-    def difference(self, start: Tensors, steps: Sequence[Sequence[Images]], gradient: LocalGradient) -> Tensors:
+    def difference(self, start: Tensors, steps: Sequence[Sequence[MiniBatch]], gradient: LocalGradient) -> Tensors:
         """Weights after the steps minus weights before."""
         assert self.lr is not None
         method, memory, parameters = optimizer(self.optimizer), dict[str, Tensors](), dict(start)
@@ -163,7 +163,7 @@ class LocalTraining:
     def as_gradient(self, difference: Tensors, start: Tensors) -> Tensors:
         """What a single step moved the weights by, as a gradient up to its size (see `is_single_step`)."""
         method = optimizer(self.optimizer)
-        assert isinstance(method, SGD) and self.lr is not None
+        assert isinstance(method, LocalSGD) and self.lr is not None
         decay = self.lr * method.weight_decay * (1 + method.momentum * method.nesterov)
         return {name: -moved - decay * start[name] if decay else -moved for name, moved in difference.items()}
 

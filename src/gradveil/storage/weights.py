@@ -2,7 +2,6 @@
 
 import zipfile
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     missing = [name for name in state if name not in loaded and name not in optional]
     extra = [name for name in loaded if name not in state]
     if missing or extra:
-        what = f"has no '{missing[0]}'" if missing else f"has '{extra[0]}', which the model lacks"
-        raise UserError(f"{shown_path(Path(path))} {what}; was it saved from another model?")
+        problem = f"has no '{missing[0]}'" if missing else f"has '{extra[0]}', which the model lacks"
+        raise UserError(f"{shown_path(Path(path))} {problem}; was it saved from another model?")
     for name, tensor in loaded.items():
         if tensor.shape != state[name].shape:
             shapes = f"{shape_text(tensor.shape)}, the model's is {shape_text(state[name].shape)}"
@@ -42,7 +41,9 @@ def _read(path: Path) -> Tensors:
                     raise UserError(f"{shown_path(path)}: larger than {MAX_BYTES:,} bytes when unpacked.")
             file.seek(0)
             content: object = torch.load(file, map_location="cpu", weights_only=True)
-        except (UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError, LookupError, EOFError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # a damaged or hostile file may raise anything
             reason = one_line(error).partition(". ")[0]
             alone = f"{shown_path(path)} is no checkpoint of tensors alone ({reason}); save model.state_dict()."
             raise UserError(alone) from None
