@@ -74,6 +74,7 @@ StepCode = Literal[
     "stronger-attacks",
     "more-private-images",
     "failed-attacks",
+    "failed-training",
     "complete-evidence",
     "stronger-setting",
     "setting-between",

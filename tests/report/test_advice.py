@@ -161,6 +161,11 @@ def test_what_is_missing_is_one_command() -> None:
     assert "20 victims, attacks that are built to break the defense (prune-mask) and the cost in accuracy" in step.reason
 
 
+def test_a_cost_that_was_asked_for_and_not_measured_is_a_failed_training() -> None:
+    (step,) = advised(control(), held("dcs2", None), utility=True).next_steps
+    assert step.code == "failed-training" and step.command is None and "what dcs2 costs failed" in step.reason
+
+
 def test_too_few_victims_to_tell_ask_for_more() -> None:
     (step,) = advised(control(), defense("prune", "cannot tell", 1.0), victims=4, utility=True).next_steps
     assert step.code == "complete-evidence" and spec_of(step).victims == 20

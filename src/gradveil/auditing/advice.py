@@ -188,8 +188,13 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
     if failed := [row.spec for row in rows if "attacks-failed" in row.doubts or "no-attack-ran" in row.doubts]:
         why = f"Under {listing(failed)} attacks failed or did not apply; the table of results says why."
         yield _step(evidence, "failed-attacks", why)
-    if not counters and any("no-counter" in reasons[row.spec] for row in rows):
-        yield from _differential_privacy(evidence, "There is no attack here that is built to break what held. ")
+    if evidence.spec.utility is not None and "cost-not-measured" in codes:
+        unpriced = listing(row.spec for row in rows if "cost-not-measured" in reasons[row.spec])
+        why = f"The training that measures what {unpriced} costs failed; its file in the run's folder `cells` says why."
+        yield _step(evidence, "failed-training", why)
+    if not counters and all("no-counter" in reasons[row.spec] for row in rows):
+        names = listing(row.spec for row in rows)
+        yield from _differential_privacy(evidence, f"No attack that is built to break {names} can be run here. ")
 
 
 def _victims(evidence: Evidence, coarse: bool) -> int | None:

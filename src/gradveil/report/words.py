@@ -266,8 +266,8 @@ def _no_counter(defense: DefenseRow) -> str:
         return "this project has no attack that is built to break it"
     if any(row.adaptive and row.ok for row in defense.attacks):
         return "a part of it was not attacked by anything that this project accepts as its counter"
-    verb = "was" if len(defense.counter) == 1 else "were"
-    return f"{listing(defense.counter)}, built to break it, {verb} not run here or did not apply"
+    why = "was no part of this audit" if defense.left_out else "failed or did not apply here"
+    return f"{listing(defense.left_out or defense.counter)}, built to break it, {why}"
 
 
 def cost(summary: Summary, defense: DefenseRow) -> str:
