@@ -46,7 +46,7 @@ def prepare(setup):
 
 class Recorder(Listener):
     def __init__(self):
-        self.results, self.reasons, self.retries, self.steps = {}, {}, {}, []
+        self.results, self.reasons, self.retries, self.steps, self.late = {}, {}, {}, [], []
 
     def progressed(self, job, done, total):
         self.steps.append((job.key, done, total))
@@ -60,8 +60,11 @@ class Recorder(Listener):
     def given_up(self, job, reason):
         self.reasons[job.key] = reason
 
+    def left_out(self, job):
+        self.late.append(job.key)
 
-def run(setup, keys, limit, monkeypatch, recorder=None) -> Recorder:
+
+def run(setup, keys, limit, monkeypatch, recorder=None, deadline=None) -> Recorder:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     monkeypatch.setattr(prepare, "__module__", Path(__file__).stem)
     recorder = recorder or Recorder()
@@ -69,6 +72,7 @@ def run(setup, keys, limit, monkeypatch, recorder=None) -> Recorder:
         [Step(key) if key != "z" else Step(key, ("a", "b")) for key in keys],
         ProcessWorkers(prepare, setup, lambda job: job.key, limit),
         recorder,
+        deadline,
     )
     return recorder
 
@@ -114,3 +118,10 @@ def test_no_process_outlives_the_run(monkeypatch):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_workers_are_stopped_at_the_deadline(monkeypatch) -> None:
+    begun = time.monotonic()
+    recorder = run({"slow": {"b": 60}}, ["a", "b", "c"], 1, monkeypatch, deadline=begun + 10)
+    assert time.monotonic() - begun < 30
+    assert list(recorder.results) == ["a"] and recorder.late == ["b", "c"] and not recorder.reasons

@@ -74,7 +74,8 @@ class RayWorkers(Workers[Cell, None]):
     def wait(self, progress: Callable[[Cell, int, int], None]) -> tuple[Cell, Lost | None]:
         node_seen = time.monotonic()
         while time.monotonic() - node_seen < NO_NODE_SECONDS:
-            ended, _ = self._ray.wait(list(self._running), num_returns=1, timeout=_POLL_SECONDS)
+            wait = min(_POLL_SECONDS, self.seconds_left())
+            ended, _ = self._ray.wait(list(self._running), num_returns=1, timeout=wait)
             if ended:
                 return self._running.pop(ended[0]), self._outcome(ended[0])
             if self._any_node():

@@ -32,6 +32,11 @@ class CellTime:
     seconds: float  # expected
     limit: float  # if no search ends before its last step
     reason: str | None = None  # why it does not apply here, or fails
+    shared: float = 0.0  # of the expected seconds, those that do not depend on the number of victims
+
+    def for_share(self, share: float) -> float:
+        """Expected seconds for a share of the victims."""
+        return self.shared + (self.seconds - self.shared) * share
 
 
 class Estimate:
@@ -75,7 +80,7 @@ class Estimate:
         shared = 1.0 if cell.kind in ("baseline", "train", "utility") else 0.0
         shared = max(shared * (spent + sample.skipped), sample.shared)
         seconds = (spent + sample.skipped - shared) * self._factor + shared
-        return CellTime(seconds, seconds * self._longest(cell), reason)
+        return CellTime(seconds, seconds * self._longest(cell), reason, shared)
 
     def _longest(self, cell: Cell) -> float:
         """How much longer an attack may take whose searches all need every stage."""

@@ -37,6 +37,8 @@ class Execution:
     device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
     ray: str | None = Field(default=None, description="Address of a Ray cluster that computes, or auto.")
 
+    minutes: float | None = Field(default=None, gt=0, description="Choose victims, attacks and budget that fit in so many.")
+
     def __post_init__(self) -> None:
         find_device(self.device)
         parse_size("1M" if self.memory is None else self.memory)

@@ -128,8 +128,9 @@ def needed_for_shares(background: Background, leaked: Sequence[float]) -> tuple[
 
 
 def attacks_on(case: Case, defense: Defense) -> list[str]:
-    """Exactly the attacks that were named; with the suite among them also the counters of the defense."""
-    suite = suite_attacks(defense, case.spec.budget, case.spec.updates)
+    """Exactly the attacks that were named; with the suite among them also the counters of the defense, but not
+    those of the suite that are left out."""
+    suite = [a for a in suite_attacks(defense, case.spec.budget, case.spec.updates) if a not in case.spec.without]
     named = [suite if attack == SUITE else [written(attack)] for attack in case.spec.attacks]
     return list(dict.fromkeys(name for names in named for name in names))
 

@@ -175,7 +175,8 @@ class Bars(Display):
         self._bars.console.print(outcome(cell, stored), markup=False, highlight=False, style="dim")
 
     def end_early(self, cell: CellName) -> None:
-        self._bars.remove_task(self._tasks.pop(cell.key))
+        if cell.key in self._tasks:  # it had begun
+            self._bars.remove_task(self._tasks.pop(cell.key))
         self._parts.pop(cell.key, None)
 
     def note(self, text: str) -> None:

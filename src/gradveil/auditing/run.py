@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradveil.auditing.case import Case
+from gradveil.auditing.fit import CHOSEN, fit
 from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
 from gradveil.auditing.plan import Cell, make_plan, weights_of
 from gradveil.auditing.progress import Display
+from gradveil.auditing.spec import make_spec
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
 from gradveil.processes.temporary import remove_leftover_folders
 from gradveil.processes.worker import cores
+from gradveil.storage.reading import read_yaml
 from gradveil.storage.run_folder import Environment, RunFolder, RunIdentity
 from gradveil.summary import Summary
 
@@ -40,33 +43,60 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
     if execution.ray is not None and not case.spec.in_words:
         needs = "data, model and methods by name or as pkg.mod:factory"
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
+    display, deadline = display or Display(), None
+    if execution.minutes is not None:
+        deadline = time.monotonic() + 60 * execution.minutes
+        case = _fitted(case, execution, deadline, display)
     plan = make_plan(case)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
-        display = display or Display()
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
-        complete(plan.cells, missing, case, folder, execution, display)
+        complete(plan.cells, missing, case, folder, execution, display, deadline)
         summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
         folder.finish(summary, time.perf_counter() - begun)
     return FinishedRun(folder.path, summary)
 
 
 def complete(
-    cells: Sequence[Cell], missing: Sequence[Cell], case: Case, folder: RunFolder, execution: Execution, display: Display
+    cells: Sequence[Cell],
+    missing: Sequence[Cell],
+    case: Case,
+    folder: RunFolder,
+    execution: Execution,
+    display: Display,
+    deadline: float | None = None,
 ) -> None:
     """Do the missing ones of these cells. Ctrl-C keeps what is done and says how much that is."""
     display.start(len(cells), weights_of(case, missing))
-    memory, workers = execution.memory_bytes, cores() if execution.workers is None else execution.workers
-    workers = workers if case.spec.in_words else 0
+    memory, workers = execution.memory_bytes, _workers(case, execution)
     share = memory if execution.ray is not None else share_of_memory(memory, workers)
     limits = Limits(share, find_device(execution.device))
     try:
-        run_cells(missing, case, folder, display, limits, workers=workers, ray=execution.ray)
+        run_cells(missing, case, folder, display, limits, workers=workers, ray=execution.ray, deadline=deadline)
     except KeyboardInterrupt:
         done = sum(folder.read(cell.key) is not None for cell in cells)
         raise Stopped(folder.path, done, len(cells)) from None
     finally:
         display.stop()
+
+
+def _workers(case: Case, execution: Execution) -> int:
+    """Worker processes; 0: this process alone, as objects that have no text cannot be sent to others."""
+    return (cores() if execution.workers is None else execution.workers) if case.spec.in_words else 0
+
+
+def _fitted(case: Case, execution: Execution, deadline: float, display: Display) -> Case:
+    """The case with settings that fit in the minutes; those of the folder, where it holds an audit already."""
+    assert execution.minutes is not None
+    stored = execution.out and execution.out / "audit.yaml"
+    if stored and stored.is_file():
+        before = read_yaml(stored)
+        chosen = {name: before[name] for name in CHOSEN if name in before} if isinstance(before, dict) else {}
+        display.note(f"--minutes {execution.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
+        return Case(make_spec({**dict(case.spec), **chosen}))
+    case, text = fit(case, execution.minutes, max(1, _workers(case, execution)), deadline)
+    display.note(text)
+    return case
 
 
 def default_folder(case: Case) -> Path:

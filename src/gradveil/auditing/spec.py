@@ -72,6 +72,7 @@ class AuditSpec(BaseModel):
     attacks: Annotated[tuple[str | Attack, ...], Option("attack"), OUTSIDE_CASE] = Field(
         (SUITE,), validate_default=True, description="name:key=value,… or the suite; repeat."
     )
+    without: Annotated[tuple[str, ...], OUTSIDE_CASE] = Field((), description="Attack of the suite that is left out; repeat.")
     victims: int = Field(8, ge=1, description="Private batches that are attacked.")
     batch_size: int = Field(1, ge=1, description="Images in a batch.")
     weights: str | None = Field(None, description="File with the model's weights: safetensors, or a checkpoint of torch.")
@@ -122,6 +123,11 @@ class AuditSpec(BaseModel):
     @classmethod
     def _attacks(cls, value: object) -> tuple[str | Attack, ...]:
         return _distinct(_as_list(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a))
+
+    @field_validator("without")
+    @classmethod
+    def _without(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _distinct(value, attack_methods.parse)
 
     @field_validator("utility", mode="before")
     @classmethod

@@ -16,6 +16,7 @@ from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
+from gradveil.auditing.spec import written
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
 from gradveil.core.text import plural
@@ -78,7 +79,7 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         scope=scope(case),
         case=CaseFacts.model_validate({**case.terms, **facts}),
         granted=("the model and every update that is sent", *granted),
-        not_tested=not_tested(case),
+        not_tested=(*not_tested(case), *left_out(case, cells.values())),
         warnings=audit_notices(case, defenses, control.weak),
         victims_needed=needed,
         defenses=defenses,
@@ -100,6 +101,14 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
         f"{names['model']} on {names['data']}, {state}, batches of {plural(spec.batch_size, 'image')}, {sent}{seen}, "
         f"{plural(spec.victims, 'victim')}, adversary of level {spec.knowledge}, budget {spec.budget}{server}"
     )
+
+
+def left_out(case: Case, cells: Iterable[StoredCell]) -> list[str]:
+    """Attacks that the audit would have had by itself, and cells for which there was no time."""
+    late = [f"{cell.attack or cell.kind} under {cell.defense}" for cell in cells if cell.status == "not run"]
+    named = {written(attack) for attack in case.spec.attacks}
+    items = {"left out of the suite": [a for a in case.spec.without if a not in named], "left out for lack of time": late}
+    return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names]
 
 
 # -- the test --------------------------------------------------------------------------------------------------------
@@ -211,7 +220,10 @@ def _verdict(
     if doubts := tuple(_doubts(case, test, control, attacked)):
         return CANNOT_TELL, doubts
     ran = {type(case.attack(c.attack)) for c in attacked if c.status == "ok" and c.kind == "attack"}
-    return NO_LEAK if is_countered(defense, ran) else UNREFUTED, ()
+    late = {c.attack for c in attacked if c.status == "not run"}
+    missing = (late | set(case.spec.without) - {c.attack for c in attacked}) & set(Counters.of(defense).accepted)
+    countered = is_countered(defense, ran) and not missing
+    return NO_LEAK if countered else UNREFUTED, ()
 
 
 def _doubts(case: Case, test: LeakTest | None, control: Control, attacked: Sequence[StoredCell]) -> Iterator[Doubt]:
@@ -226,7 +238,7 @@ def _doubts(case: Case, test: LeakTest | None, control: Control, attacked: Seque
         yield "control-leaks-little"
     elif test.power < POWER:
         yield "few-victims"
-    if any(c.status == "failed" and (c.kind == "look" or c.attack in control.ran) for c in attacked):
+    if any(c.status in ("failed", "not run") and (c.kind == "look" or c.attack in control.ran) for c in attacked):
         yield "attacks-failed"
 
 

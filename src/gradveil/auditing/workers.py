@@ -29,6 +29,7 @@ def run_cells(
     *,
     workers: int = 0,
     ray: str | None = None,
+    deadline: float | None = None,
 ) -> None:
     """Do the cells on the cluster at the address `ray`, or in so many worker processes; with none, in this process."""
     team: Workers[Cell, None]
@@ -39,7 +40,7 @@ def run_cells(
         team = ProcessWorkers(prepare_cells, setup, Cell.plain, workers)
     else:
         team = ThisProcess(_performer(case, folder, limits))
-    run_jobs(cells, team, _CellListener(folder, display))
+    run_jobs(cells, team, _CellListener(folder, display), deadline)
 
 
 class _CellListener(Listener[Cell, None]):
@@ -59,6 +60,9 @@ class _CellListener(Listener[Cell, None]):
 
     def retried(self, job: Cell, reason: str) -> None:
         self._display.end_early(job)
+
+    def left_out(self, job: Cell) -> None:
+        self._display.end(job, self._folder.write(job, Outcome(status="not run", error="left out: no time")))
 
     def given_up(self, job: Cell, reason: str) -> None:
         error = f"the worker process ended unexpectedly, twice ({reason})"

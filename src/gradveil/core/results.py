@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 RECOGNISABLE = 0.6  # SSIM from which an image counts as rebuilt (Scheliga et al. 2022, PRECODE)
-Status = Literal["ok", "failed", "not applicable"]
+Status = Literal["ok", "failed", "not applicable", "not run"]
 Against = Literal["original", "fed", "component"]
 ImagePlace = tuple[int, int]  # victim, and which image of its batch
 

@@ -5,6 +5,8 @@ fresh worker, and then given up with the reason. Whatever happens is told to a l
 """
 
 import gc
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ class OutOfMemory(Exception):
     """The first try of a job ran out of memory: it is worth a second one."""
 
 
+class OutOfTime(BaseException):
+    """The time for all jobs is over. No error of a job, so nothing that a job catches."""
+
+
 @dataclass(frozen=True)
 class Lost:
     """A job has no result, because its worker died or ran out of memory."""
@@ -42,6 +48,15 @@ class Lost:
 
 class Workers(ABC, Generic[J, R]):
     """Workers of one kind: other processes, a cluster, or this process."""
+
+    deadline: float = math.inf  # of `time.monotonic`
+
+    def seconds_left(self) -> float:
+        """Raises `OutOfTime` where there are none."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        return left
 
     def free(self) -> bool:
         """Whether another job can start now."""
@@ -53,7 +68,7 @@ class Workers(ABC, Generic[J, R]):
 
     @abstractmethod
     def wait(self, progress: Callable[[J, int, int], None]) -> tuple[J, R | Lost]:
-        """The next job that ends, and its result. Raises when no worker can go on."""
+        """The next job that ends, and its result. Raises when no worker can go on, `OutOfTime` when the time is over."""
 
     def stop(self) -> None: ...
 
@@ -71,26 +86,31 @@ class Listener(Generic[J, R]):
 
     def given_up(self, job: J, reason: str) -> None: ...
 
+    def left_out(self, job: J) -> None: ...
 
-def run_jobs(jobs: Sequence[J], workers: Workers[J, R], listener: Listener[J, R]) -> None:
+
+def run_jobs(jobs: Sequence[J], workers: Workers[J, R], listener: Listener[J, R], deadline: float | None = None) -> None:
     """Do every job, in this order as far as `needs` and workers allow. A needed key that is no job here has ended.
 
-    Jobs that need a job that was given up start all the same: they see what was stored for it.
+    Jobs that need a job that was given up start all the same: they see what was stored for it. At the `deadline` of
+    `time.monotonic`, all jobs that have not ended are left out.
     """
-    waiting, running, retried = list(jobs), 0, set[str]()
+    waiting, running, retried = list(jobs), list[J](), set[str]()
+    workers.deadline = math.inf if deadline is None else deadline
     ended = {key for job in jobs for key in job.needs} - {job.key for job in jobs}
     try:
         while waiting or running:
             for job in [job for job in waiting if ended.issuperset(job.needs)]:
                 if workers.free():
+                    workers.seconds_left()
                     waiting.remove(job)
-                    running += 1
+                    running.append(job)
                     listener.started(job)
                     workers.start(job, job.key in retried)
             if not running:
                 raise ValueError(f"jobs need each other: {', '.join(job.key for job in waiting)}")
             job, result = workers.wait(listener.progressed)
-            running -= 1
+            running.remove(job)
             if isinstance(result, Lost) and job.key not in retried:
                 retried.add(job.key)
                 waiting.insert(0, job)
@@ -101,6 +121,10 @@ def run_jobs(jobs: Sequence[J], workers: Workers[J, R], listener: Listener[J, R]
                 listener.given_up(job, result.reason)
             else:
                 listener.finished(job, result)
+    except OutOfTime:
+        workers.stop()
+        for job in [*running, *waiting]:
+            listener.left_out(job)
     finally:
         workers.stop()
 
@@ -121,10 +145,14 @@ class ThisProcess(Workers[J, R]):
     def wait(self, progress: Callable[[J, int, int], None]) -> tuple[J, R | Lost]:
         job, second_try = self._jobs.pop()
         try:
-            return job, self._perform(job, second_try, lambda done, total: progress(job, done, total))
+            return job, self._perform(job, second_try, lambda done, total: self._progressed(progress, job, done, total))
         except UserError:
             raise
         except self._lost as error:
             reason = f"{type(error).__name__}: {one_line(error)[:200]}"
         gc.collect()
         return job, Lost(reason)
+
+    def _progressed(self, progress: Callable[[J, int, int], None], job: J, done: int, total: int) -> None:
+        self.seconds_left()
+        progress(job, done, total)

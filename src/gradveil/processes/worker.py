@@ -60,7 +60,10 @@ class ProcessWorkers(Workers[J, R]):
 
     def wait(self, progress: Callable[[J, int, int], None]) -> tuple[J, R | Lost]:
         while True:
-            process, message = self._inbox.get()
+            try:
+                process, message = self._inbox.get(timeout=min(self.seconds_left(), threading.TIMEOUT_MAX))
+            except queue.Empty:
+                continue
             match message:
                 case ["ready"]:
                     process.ready = True
@@ -83,6 +86,7 @@ class ProcessWorkers(Workers[J, R]):
     def stop(self) -> None:
         for process in [*self._idle, *self._working]:
             process.stop()
+        self._idle, self._working = [], {}
 
 
 class _Process:

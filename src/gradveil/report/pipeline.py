@@ -77,7 +77,7 @@ def _attack(defense: DefenseRow, row: AttackRow) -> ET.Element:
     """An attack that ran is a passed case, whatever it got; one that broke is an error, for it has shown nothing."""
     case = _case(defense, f"attack: {row.spec}")
     case.set("time", f"{row.seconds or 0.0:.3f}")
-    if row.status == "not applicable":
+    if row.status in ("not applicable", "not run"):
         ET.SubElement(case, "skipped", message=plain(row.error or "does not apply here"))
     elif not row.ok:
         ET.SubElement(case, "error", type=plain(row.status), message=plain(row.error or row.status))

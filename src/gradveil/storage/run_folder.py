@@ -279,7 +279,7 @@ class RunFolder:
         return cell
 
     def read(self, key: str, say: Callable[[str], object] = lambda _: None) -> StoredCell | None:
-        """A stored cell, or None if it is to be done: not there, or ended by an error, or damaged, which `say` is told."""
+        """A stored cell, or None if it is to be done: not there, not run, ended by an error, or damaged (`say` is told)."""
         if not os.path.lexists(self.path / "cells" / f"{key}.json"):
             return None
         try:
@@ -290,7 +290,7 @@ class RunFolder:
         except UserError as error:
             say(f"computed again: {str(error).rpartition('; ')[0]}")  # without what a reader of reports would have to do
             return None
-        return cell if cell.traceback is None else None
+        return cell if cell.traceback is None and cell.status != "not run" else None
 
     @cached_property
     def cells(self) -> dict[str, StoredCell]:

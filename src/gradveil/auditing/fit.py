@@ -1,0 +1,133 @@
+"""The best audit that fits in a number of minutes: settings are chosen before it begins, and written down like any others.
+
+What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
+neither closed forms nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
+`swift`. Of attacks the longest goes first. The control, every defense, the closed forms and attacks that were named stay.
+So does `swift` where no closed form applies to the control.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gradveil.attacks.base import ClosedForm
+from gradveil.attacks.suite import Counters
+from gradveil.auditing.case import Case
+from gradveil.auditing.estimate import CellTime, Estimate, wall_seconds
+from gradveil.auditing.plan import Cell, expected_power, make_plan
+from gradveil.auditing.progress import clock_text
+from gradveil.auditing.spec import CONTROL, written
+from gradveil.core.errors import UserError
+from gradveil.core.text import plural
+
+RESERVE = 0.25  # share of the time that is kept for what takes longer than expected
+START = 10.0  # seconds until the workers are ready, and for the summary
+LEAST_VICTIMS = 4
+LOWER = {"thorough": "standard", "standard": "quick"}
+SWIFT = "swift"
+CHOSEN = ("victims", "budget", "without", "utility")  # settings of an audit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is chosen."""
+
+    victims: int
+    without: frozenset[str] = frozenset()
+    utility: bool = True
+
+
+class Fit:
+    """The time of one audit under other settings, by one estimate of all its cells."""
+
+    def __init__(self, case: Case, workers: int):
+        wall, cpu = time.monotonic(), time.process_time()
+        self.case, self.workers, self.cells = case, workers, make_plan(case).cells
+        estimate = Estimate(case, self.cells)
+        self.times = {cell.key: estimate.cell(cell) for cell in self.cells}
+        # A core that others use too gives less than a CPU second per second. A short time tells nothing.
+        wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+        self.slowness = max(1.0, wall / cpu) if cpu > 1 else 1.0
+
+    def seconds(self, settings: Settings) -> float:
+        """On the clock, until all cells are done."""
+        share = settings.victims / self.case.spec.victims
+        kept = [cell for cell in self.cells if self._kept(cell, settings)]
+        seconds = {cell.key: self.times[cell.key].for_share(share) * self.slowness for cell in kept}
+        return START + wall_seconds(kept, seconds, self.workers)
+
+    @staticmethod
+    def _kept(cell: Cell, settings: Settings) -> bool:
+        return cell.attack not in settings.without and (settings.utility or cell.kind != "utility")
+
+    def attacks(self, wanted: Callable[[str], bool]) -> list[str]:
+        """Those of the suite that are wanted, by the time that they take under all defenses, the longest first."""
+        named = {written(attack) for attack in self.case.spec.attacks}
+        total = dict.fromkeys((cell.attack for cell in self.cells if cell.kind == "attack"), 0.0)
+        for cell in self.cells:
+            if cell.attack in total:
+                total[cell.attack] += self.times[cell.key].seconds
+        return sorted((name for name in total if name not in named and wanted(name)), key=lambda name: -total[name])
+
+    def applies(self, attack: str) -> bool:
+        """Whether it runs on the control."""
+        times: list[CellTime] = [self.times[c.key] for c in self.cells if (c.defense, c.attack) == (CONTROL, attack)]
+        return any(time.reason is None for time in times)
+
+    def choose(self, limit: float) -> Settings | float:
+        """The first settings within the limit; where there are none, the seconds of the last that were tried."""
+        case = self.case
+        counters = {name for defense in case.defenses.values() for name in Counters.of(defense).accepted}
+        closed = {cell.attack for cell in self.cells if cell.attack and isinstance(case.attack(cell.attack), ClosedForm)}
+        last = {SWIFT} if any(map(self.applies, closed)) else set[str]()
+        settings = Settings(case.spec.victims)
+        for change in (
+            *(["utility"] if case.spec.utility else []),
+            *self.attacks(lambda name: name not in counters | closed | {SWIFT}),
+            *(range(case.spec.victims - 1, self._least_victims() - 1, -1)),
+            *self.attacks(lambda name: name in counters - closed),
+            *self.attacks(lambda name: name in last),
+        ):
+            if self.seconds(settings) <= limit:
+                return settings
+            if isinstance(change, int):
+                settings = replace(settings, victims=change)
+            elif change == "utility":
+                settings = replace(settings, utility=False)
+            else:
+                settings = replace(settings, without=settings.without | {change})
+        needed = self.seconds(settings)
+        return settings if needed <= limit else needed
+
+    def _least_victims(self) -> int:
+        """As many as a verdict needs: to see a leak of half of the images."""
+        needed = {v.share: v.victims for v in expected_power(self.case)[1]}
+        return min(self.case.spec.victims, max(LEAST_VICTIMS, needed.get(0.5) or LEAST_VICTIMS))
+
+
+def fit(case: Case, minutes: float, workers: int, deadline: float) -> tuple[Case, str]:
+    """The case with settings that fit before the deadline (of `time.monotonic`), and what was chosen, in a line."""
+    asked, needed = case.spec, 0.0
+    while True:
+        tried = Fit(case, workers)
+        chosen = tried.choose((deadline - time.monotonic()) * (1 - RESERVE))
+        if isinstance(chosen, Settings) and (case.spec.budget == "quick" or chosen == Settings(case.spec.victims)):
+            break
+        if (lower := LOWER.get(case.spec.budget)) is None:
+            assert not isinstance(chosen, Settings)
+            needed = chosen / (1 - RESERVE) / 60
+            raise UserError(f"--minutes {minutes:g} is too little: the smallest useful audit here takes about {needed:.0f}.")
+        case = Case(case.spec.model_copy(update={"budget": lower}))
+    kept = [text for text in sorted(chosen.without) if text not in asked.without]
+    changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}
+    if not chosen.utility:
+        changes["utility"] = None
+    left = [*kept, *(["the accuracy"] if not chosen.utility else [])]
+    left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
+    victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
+    text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "
+    text += f"expected to take {clock_text(tried.seconds(chosen))}"
+    same = case.spec.model_copy(update=changes) == case.spec
+    return case if same else Case(case.spec.model_copy(update=changes)), text

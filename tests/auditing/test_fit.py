@@ -1,0 +1,128 @@
+"""The audit that fits in a number of minutes, and what happens when it does not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.base import Answer, Attack, Target
+from gradveil.auditing import fit as fitting
+from gradveil.auditing.case import Case
+from gradveil.auditing.estimate import CellTime, Estimate
+from gradveil.auditing.fit import RESERVE, START, Fit, Settings, fit
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.plan import Cell, make_plan
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
+from gradveil.core.errors import UserError
+from gradveil.core.settings import settings
+from gradveil.storage.run_folder import RunFolder
+
+SECONDS = {"linear": 1.0, "rgap": 1.0, "swift": 40.0, "layer-subsets": 60.0, "expectation": 80.0, "inverter": 20.0}
+COUNTERS = {"prune-mask": 30.0}
+
+
+def case(**changes: object) -> Case:
+    torch.manual_seed(0)
+    x, y = torch.rand(200, 1, 6, 6), torch.arange(200) % 2
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    return Case(make_spec({"data": (x, y), "model": model, "victims": 16, "defenses": ["prune:ratio=0.5"], **changes}))
+
+
+@pytest.fixture
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell takes a time that is known, half of it whatever the number of victims; `linear` does not apply."""
+
+    def seconds(self: Estimate, cell: Cell) -> CellTime:
+        work = {**SECONDS, **COUNTERS, "utility": 100.0}.get(cell.attack or cell.kind, 0.0)
+        return CellTime(work, work, "not here" if cell.attack == "linear" else None, work / 2)
+
+    monkeypatch.setattr(Estimate, "cell", seconds)
+    monkeypatch.setattr(fitting, "expected_power", lambda case: (None, ()))
+
+
+@pytest.mark.usefixtures("known_times")
+def test_what_does_not_fit_is_left_out_in_the_stated_order() -> None:
+    tried = Fit(case(utility=True), 1)
+    tried.slowness = 1.0
+    everything = Settings(16)
+    # Under two defenses: accuracies 200, closed forms 4, swift 80, the counter of one of them 30.
+    assert tried.seconds(everything) == START + 314
+    assert tried.choose(START + 314) == everything
+    assert tried.choose(START + 313) == Settings(16, utility=False)
+    assert tried.choose(START + 113) == Settings(15, utility=False)
+    assert tried.choose(START + 90) == Settings(9, utility=False)
+    without_counter = Settings(4, frozenset({"prune-mask"}), utility=False)
+    assert tried.choose(START + 60) == without_counter
+    assert tried.choose(START + 20) == Settings(4, frozenset({"prune-mask", "swift"}), utility=False)
+    assert tried.choose(START + 1) == pytest.approx(START + 2.5)  # closed forms stay
+
+
+@pytest.mark.usefixtures("known_times")
+def test_swift_stays_where_no_closed_form_applies_and_named_attacks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
+    tried = Fit(case(attacks=["standard", "prune-mask"]), 1)
+    tried.slowness = 1.0
+    shortest = tried.choose(1.0)
+    assert shortest == START + (84 + 60) * (0.5 + 0.5 * 4 / 16)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_what_was_chosen_is_a_setting_and_is_said() -> None:
+    chosen, text = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 56) / (1 - RESERVE))
+    assert chosen.spec.without == ("prune-mask",) and chosen.spec.victims == 4
+    assert "--minutes 1: 4 of 16 victims, budget quick; left out: prune-mask; expected to take" in text
+    assert "prune-mask" not in {cell.attack for cell in make_plan(chosen)}
+    with pytest.raises(UserError, match="--minutes 0.1 is too little: the smallest useful audit here takes about"):
+        fit(case(), 0.1, 1, time.monotonic() + 6)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_a_smaller_budget_comes_before_anything_else_is_left_out() -> None:
+    chosen, text = fit(case(budget="standard"), 9, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
+    assert chosen.spec.budget == "quick" and chosen.spec.victims == 16 and not chosen.spec.without
+    assert "left out: budget standard" in text
+
+
+@settings
+class Slow(Attack):
+    """Takes until it is stopped, under a defense."""
+
+    def run(self, target: Target) -> Answer:
+        for i in range(1000 if getattr(target.knowledge.defense, "spec", "none") != "none" else 1):
+            if target.progress:
+                target.progress(i, 1000)
+            time.sleep(0.01 if target.memory == 1 else 0.02)
+        return Answer(torch.zeros(target.shape), torch.zeros(target.shape[0]))
+
+
+def test_what_has_no_time_is_left_out_and_done_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.auditing.run.fit", lambda case, *others: (case, "chosen"))
+    slow = Slow()
+    object.__setattr__(slow, "name", "slow")
+    audit = case(attacks=["linear", slow], victims=8)
+    out = tmp_path / "run"
+    begun = time.monotonic()
+    summary = run_audit(audit, Execution(out=out, workers=0, minutes=4 / 60)).summary
+    assert time.monotonic() - begun < 15
+    row = summary.defenses[1]
+    by_attack = {a.spec: a for a in row.attacks}
+    assert by_attack["slow"].status == "not run" and by_attack["slow"].error == "left out: no time"
+    assert summary.not_tested[-1] == "left out for lack of time: slow under prune:ratio=0.5"
+    assert row.verdict in ("leaks", "cannot tell")
+    late = next(c for c in make_plan(audit) if c.attack == "slow" and c.defense != "none")
+    assert RunFolder(out).read(late.key) is None
+    again = run_audit(audit, Execution(out=out, workers=0)).summary
+    assert {a.spec: a.status for a in again.defenses[1].attacks}["slow"] == "ok"
+    assert not [line for line in again.not_tested if "lack of time" in line]
+
+
+def test_minutes_again_takes_the_settings_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    run_audit(case(attacks=["linear"], victims=5), Execution(out=out, workers=0))
+    summary = run_audit(case(attacks=["linear"], victims=16), Execution(out=out, workers=0, minutes=5)).summary
+    assert summary.case.victims == 5
