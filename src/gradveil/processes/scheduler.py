@@ -35,7 +35,7 @@ class OutOfMemory(Exception):
     """The first try of a job ran out of memory: it is worth a second one."""
 
 
-class OutOfTime(BaseException):
+class DeadlinePassed(BaseException):
     """The time for all jobs is over. No error of a job, so nothing that a job catches."""
 
 
@@ -52,10 +52,10 @@ class Workers(ABC, Generic[J, R]):
     deadline: float = math.inf  # of `time.monotonic`
 
     def seconds_left(self) -> float:
-        """Raises `OutOfTime` where there are none."""
+        """Raises `DeadlinePassed` where there are none."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise OutOfTime
+            raise DeadlinePassed
         return left
 
     def free(self) -> bool:
@@ -68,7 +68,7 @@ class Workers(ABC, Generic[J, R]):
 
     @abstractmethod
     def wait(self, progress: Callable[[J, int, int], None]) -> tuple[J, R | Lost]:
-        """The next job that ends, and its result. Raises when no worker can go on, `OutOfTime` when the time is over."""
+        """The next job that ends, and its result. Raises when no worker can go on, `DeadlinePassed` when the time is over."""
 
     def stop(self) -> None: ...
 
@@ -121,7 +121,7 @@ def run_jobs(jobs: Sequence[J], workers: Workers[J, R], listener: Listener[J, R]
                 listener.given_up(job, result.reason)
             else:
                 listener.finished(job, result)
-    except OutOfTime:
+    except DeadlinePassed:
         workers.stop()
         for job in [*running, *waiting]:
             listener.left_out(job)
