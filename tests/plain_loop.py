@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.core.gradients import Loss
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.types import Tensors
 
@@ -26,7 +27,12 @@ OPTIMIZERS = {
 
 
 def trained(
-    module: nn.Module, x: Tensor, y: Tensor, training: LocalTraining, orders: Sequence[Tensor] | None = None
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    training: LocalTraining,
+    orders: Sequence[Tensor] | None = None,
+    loss: Loss = F.cross_entropy,
 ) -> nn.Module:
     """A copy of the module after a round on normalized images, or with the gradient in `.grad` where there is no lr.
 
@@ -34,7 +40,7 @@ def trained(
     """
     module = copy.deepcopy(module).train(training.mode == "train")
     if training.lr is None:
-        F.cross_entropy(module(x), y).backward()
+        loss(module(x), y).backward()
         return module
     optimizer = OPTIMIZERS[training.optimizer]([p for p in module.parameters() if p.requires_grad], training.lr)
     size, waiting = training.batch_size or len(x), []
@@ -44,7 +50,7 @@ def trained(
         if len(waiting) == training.accumulate or number == len(batches):
             optimizer.zero_grad()
             for rows in waiting:
-                (F.cross_entropy(module(x[rows]), y[rows]) / len(waiting)).backward()
+                (loss(module(x[rows]), y[rows]) / len(waiting)).backward()
             optimizer.step()
             waiting = []
     return module
@@ -52,7 +58,11 @@ def trained(
 
 def sent(module: nn.Module, x: Tensor, y: Tensor, training: LocalTraining, orders: Sequence[Tensor] | None = None) -> Tensors:
     """The gradient or the weight difference of the round."""
-    after = trained(module, x, y, training, orders)
+    return difference(module, trained(module, x, y, training, orders), training)
+
+
+def difference(module: nn.Module, after: nn.Module, training: LocalTraining) -> Tensors:
+    """What a client sends that got `module` and made `after` of it."""
     named = {n: p for n, p in after.named_parameters() if p.requires_grad}
     if training.lr is None:
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}

@@ -91,7 +91,7 @@ def test_no_file_names_a_machines_folders_or_a_package_mirror() -> None:
 
 def test_torchvision_is_imported_by_its_reader_alone() -> None:
     users = [p for p in SOURCE if "torchvision" in imports(TREES[p])]
-    assert [str(p.relative_to(ROOT / "src" / "gradveil")) for p in users] in ([], ["data/readers/vision.py"])
+    assert {str(p.relative_to(ROOT / "src" / "gradveil")) for p in users} <= {"data/readers/vision.py", "models/vision.py"}
 
 
 def test_nothing_unpickles(tree: ast.AST) -> None:
@@ -162,7 +162,7 @@ def occurrences(pattern: str) -> Callable[[ast.AST, str], int]:
 
 # What is counted in the source, and how often it may occur there.
 LIMITS: dict[str, tuple[Callable[[ast.AST, str], int], int]] = {
-    "lines": (lambda tree, text: len(text.splitlines()), 27_020),
+    "lines": (lambda tree, text: len(text.splitlines()), 28_500),
     "dict[str, Any]": (occurrences(r"dict\[str, Any\]"), 25),
     "type: ignore": (occurrences(r"type: ignore"), 15),
     "vague names": (lambda tree, text: len(vague_names(tree)), 0),

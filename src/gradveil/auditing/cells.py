@@ -96,7 +96,8 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
         batch = case.batch(v)
         protected, data_secrets = client.protect(state, batch, v)
         for u in range(case.spec.updates):
-            update, trace = client.round(state, batch, v, u, protected=protected)
+            with seeded(case.spec.seed, v, u, "dropout"):
+                update, trace = client.round(state, batch, v, u, protected=protected)
             stored |= {f"{v}/{u}/update/{n}": t for n, t in {**update.tensors, **update.others}.items()}
             if private:
                 stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
@@ -105,7 +106,8 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             zero_updates += not any(bool(t.any()) for t in numbers)
             broken_updates += not all(bool(t.isfinite().all()) for t in numbers)
             if u == 0:
-                reference, _ = undefended.round(plain_state, batch, v, u)
+                with seeded(case.spec.seed, v, u, "dropout"):  # the same units are dropped
+                    reference, _ = undefended.round(plain_state, batch, v, u)
                 changes.append(_change(update.tensors, reference.tensors))
                 agreements.append(least_agreement(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gradveil import attacks as attack_methods
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
+from gradveil.auditing.presets import preset
 from gradveil.core.errors import UserError, shown, unknown
 from gradveil.core.gradients import Loss
 from gradveil.core.local_training import LocalTraining
@@ -187,7 +188,10 @@ def written(method: str | Defense | Attack) -> str:
 
 
 def make_spec(values: Mapping[str, object], cls: type[AuditSpec] = AuditSpec) -> AuditSpec:
-    """A checked spec; what does not fit raises one line."""
+    """A checked spec; what does not fit raises one line. A `preset` gives the settings that are not given."""
+    values = dict(values)
+    if (name := values.pop("preset", None)) is not None:
+        values = {**preset(str(name)), **values}
     _check_keys(values, cls)
     try:
         return cls.model_validate(dict(values))
@@ -201,7 +205,7 @@ def read_spec(file: Path, cls: type[AuditSpec] = AuditSpec, **above: object) -> 
     if not isinstance(values, dict):
         raise UserError(f"{file}: an audit is written as `key: value` lines; there are: {', '.join(cls.model_fields)}.")
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    _check_keys(values, cls, f"{file}: ")
+    _check_keys(values.keys() - {"preset"}, cls, f"{file}: ")
     for key, value in above.items():
         below = values.get(key)
         values[key] = {**below, **value} if isinstance(value, dict) and isinstance(below, dict) else value

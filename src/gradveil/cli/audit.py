@@ -70,6 +70,7 @@ def command(
     execution: Execution,
     gate: Gate,
     *,
+    preset: Annotated[str | None, typer.Option(help="A real federation: `gradveil list presets`.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with an audit; options replace its keys.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells and an estimate, and stop.")] = False,
     quiet: Quiet = False,
@@ -80,7 +81,8 @@ def command(
 
     Example: gradveil audit --data mnist-5k --model lenet --defense prune:ratio=0.9 --victims 8 --out runs/mine
     """
-    audit = make_spec(spec) if config is None else read_spec(config, **spec)
+    values = {**({} if preset is None else {"preset": preset}), **spec}
+    audit = make_spec(values) if config is None else read_spec(config, **values)
     conditions = gate.conditions(audit)
     case = Case(audit)
     if plan:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from gradveil import attacks, data, defenses, models, recipes
+from gradveil.auditing.presets import PRESETS
 from gradveil.core.errors import unknown
 from gradveil.defenses import STAGES, Defense
 
@@ -14,9 +15,9 @@ Entry = tuple[str, str]  # a name, and one line about it
 
 
 def command(
-    kind: Annotated[str, typer.Argument(help="attacks, defenses, models, data or recipes. [all]", metavar="KIND")] = "",
+    kind: Annotated[str, typer.Argument(help="attacks, defenses, models, data, presets, recipes. [all]", metavar="KIND")] = "",
 ) -> None:
-    """List attacks, defenses, models, data sets or recipes; without a kind, all of them."""
+    """List attacks, defenses, models, data sets, presets or recipes; without a kind, all of them."""
     if not kind:
         for number, name in enumerate(KINDS):
             typer.echo(("\n" if number else "") + name)
@@ -38,6 +39,7 @@ KINDS: dict[str, Callable[[], list[Entry]]] = {
     "defenses": lambda: [(cls.name, f"{stages_of(cls):<8}  {first_line(cls)}") for cls in defenses.registry],
     "models": lambda: [(cls.name, first_line(cls)) for cls in models.MODELS],
     "data": lambda: [(d.name, d.description + ("" if d.available else " (files not here)")) for d in data.names()],
+    "presets": lambda: [(name, preset.description) for name, preset in PRESETS.items()],
     "recipes": lambda: [(name, title) for name, title, *_ in recipes.names()],
 }
 

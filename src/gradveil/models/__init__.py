@@ -12,6 +12,7 @@ from gradveil.core.randomness import seeded
 from gradveil.core.settings import load_object
 from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network
+from gradveil.models.vision import SOURCES, vision_model
 
 __all__ = ["MODELS", "Network", "build"]
 
@@ -22,7 +23,7 @@ def build(spec: str | nn.Module | Callable[..., object], *, input_shape: Shape, 
     """The module that `spec` means, after it has returned one score per class for two test images.
 
     Args:
-        spec: a registered name with settings, `pkg.mod:object`, a module, or a function that returns a module. A
+        spec: a registered name with settings, `timm:NAME`, `pkg.mod:object`, a module, or a function that returns a module. A
             module is returned as it is.
         input_shape: (C, H, W) of the images.
         seed: the weights depend on it alone; the global random stream of torch is left unchanged.
@@ -51,6 +52,9 @@ def parameter_shapes(text: str, *, input_shape: Shape, num_classes: int) -> dict
 
 def _from_text(text: str, input_shape: Shape, num_classes: int) -> nn.Module:
     imported = _IMPORT.fullmatch(text)
+    source, _, name = text.partition(":")
+    if source in SOURCES:
+        return vision_model(source, name, input_shape, num_classes)
     if imported and imported["path"] not in MODELS:
         return _from_object(load_object(text, kind="model"), text, input_shape, num_classes)
     return MODELS.parse(text).build(input_shape, num_classes)

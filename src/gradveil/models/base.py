@@ -1,7 +1,7 @@
 """The base of the registered networks: settings that build a module for an image shape and a number of classes.
 
 Attacks and defenses rely on these properties of every network: no in-place activation, every layer with parameters
-called once per pass, parameters only in linear, convolution and batch-norm layers, and a linear classifier `fc` at the
+called once per pass, parameters only in linear, convolution and norm layers, and a linear classifier `fc` at the
 end.
 """
 

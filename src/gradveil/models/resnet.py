@@ -1,6 +1,6 @@
 """Residual networks (He et al. 2016) in their CIFAR form: a 3×3 stem without pooling, 1×1 convolutions as shortcuts."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -9,20 +9,27 @@ from gradveil.core.settings import settings
 from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 
+Norm = Literal["batch", "group"]
+
+
+def _norm(norm: Norm, channels: int) -> nn.Module:
+    """A normalization of so many channels; groups of two channels, which stay two groups or more on narrow networks."""
+    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(max(1, channels // 2), channels)
+
 
 class BasicBlock(nn.Module):
     """Two 3×3 convolutions with a shortcut around them."""
 
-    def __init__(self, before: int, after: int, stride: int):
+    def __init__(self, before: int, after: int, stride: int, norm: Norm):
         super().__init__()
         self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
+        self.bn1 = _norm(norm, after)
         self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
+        self.bn2 = _norm(norm, after)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or before != after:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), _norm(norm, after))
         self.relu2 = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,23 +45,25 @@ class ResNet18(Network):
 
     Every stage but the first doubles the width and halves the side; then average over the image, and the classifier.
 
-    Args: width: channels of the first stage.
-    Example: gradveil audit --model resnet18:width=8
+    Args: width: channels of the first stage. norm: batch, or group (Hsieh et al. 2020, for clients that differ).
+    Example: gradveil audit --model resnet18:width=8,norm=group
     """
 
     blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
     width: int = Field(default=64, ge=1)
+    norm: Norm = "batch"
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
         layers: dict[str, nn.Module] = {
             "conv1": nn.Conv2d(input_shape[0], self.width, 3, padding=1, bias=False),
-            "bn1": nn.BatchNorm2d(self.width),
+            "bn1": _norm(self.norm, self.width),
             "relu": nn.ReLU(),
         }
         before = self.width
         for stage, count in enumerate(self.blocks):
             after = self.width * 2**stage
-            parts = [BasicBlock(before if i == 0 else after, after, 2 if i == 0 and stage else 1) for i in range(count)]
+            first = BasicBlock(before, after, 2 if stage else 1, self.norm)
+            parts = [first, *(BasicBlock(after, after, 1, self.norm) for _ in range(count - 1))]
             layers[f"layer{stage + 1}"] = nn.Sequential(*parts)
             before = after
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
