@@ -11,7 +11,7 @@ from gradveil.core.errors import unknown
 
 
 @dataclass(frozen=True)
-class Preset:
+class RealFederation:
     """A real federation."""
 
     description: str
@@ -19,8 +19,8 @@ class Preset:
     settings: Mapping[str, object]
 
 
-PRESETS: dict[str, Preset] = {
-    "flower-quickstart": Preset(
+PRESETS: dict[str, RealFederation] = {
+    "flower-quickstart": RealFederation(
         "Flower's first example: a small CNN on photographs, SGD with momentum, weight differences",
         "flwr new, template PyTorch: batches of 32, 1–2 epochs, momentum 0.9. Here 8 images per client in mini-batches of 4.",
         {
@@ -28,7 +28,7 @@ PRESETS: dict[str, Preset] = {
             **{"local_optimizer": "sgd:momentum=0.9", "local_lr": 0.01, "victims": 8},
         },
     ),
-    "medical-resnet": Preset(
+    "medical-resnet": RealFederation(
         "hospitals: ResNet18 with BatchNorm on 64×64 scans, 2 epochs, BatchNorm's statistics sent too",
         "Hatamizadeh et al. 2022 (arXiv 2202.06924): batch 8, ResNet18, FedAvg. Here 16 images per client, width 4 of 64.",
         {
@@ -36,7 +36,7 @@ PRESETS: dict[str, Preset] = {
             **{"local_optimizer": "sgd:momentum=0.9", "local_lr": 0.01, "sends_statistics": True, "victims": 4},
         },
     ),
-    "frozen-backbone": Preset(
+    "frozen-backbone": RealFederation(
         "only the classifier is trained, on the features of a frozen network",
         "Flower's example of finetuning a ViT (head only, batch 32, Adam). Here ResNet20 of width 8, 8 images per client.",
         {
@@ -44,7 +44,7 @@ PRESETS: dict[str, Preset] = {
             **{"frozen": ("conv1.*", "bn1.*", "layer*"), "local_optimizer": "adam", "local_lr": 0.001, "victims": 8},
         },
     ),
-    "chest-labels": Preset(
+    "chest-labels": RealFederation(
         "a classifier with several labels per scan, trained with Adam",
         "CheXpert-like clients (Irvin et al. 2019: batch 16, Adam at 1e-4, binary cross entropy). "
         "Here scans of MedNIST with the labels that follow from their class, 8 images per client, a narrow ConvNet.",
@@ -53,7 +53,7 @@ PRESETS: dict[str, Preset] = {
             **{"batch_size": 8, "local_batch_size": 8, "local_optimizer": "adam", "local_lr": 0.0001, "victims": 8},
         },
     ),
-    "small-clients": Preset(
+    "small-clients": RealFederation(
         "very many clients with a few images each: handwriting, dropout, one epoch of SGD",
         "Reddi et al. 2021 (arXiv 2003.00295): EMNIST, batches of 20, 1 epoch, SGD at 0.1. Here MNIST, 10 images per client.",
         {
@@ -61,7 +61,7 @@ PRESETS: dict[str, Preset] = {
             **{"victims": 8},
         },
     ),
-    "groupnorm-adam": Preset(
+    "groupnorm-adam": RealFederation(
         "a residual net with GroupNorm, trained with Adam",
         "Hsieh et al. 2020 (arXiv 1910.00189): GroupNorm in place of BatchNorm. Here ResNet18 of width 4, 8 images per client.",
         {
