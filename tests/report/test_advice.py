@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from advised import method
+from pydantic import model_validator
 from test_words import TEST, defense, row
 
 from gradveil.auditing import advice
@@ -14,6 +15,7 @@ from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.spec import AuditSpec, make_spec
 from gradveil.cli import audit as audit_command
 from gradveil.cli.options import parser_of
+from gradveil.core.errors import UserError
 from gradveil.summary import DefenseRow, NextStep, Recommendation, VictimsNeeded
 
 NEEDED = [VictimsNeeded(share=0.1, victims=40), VictimsNeeded(share=0.25, victims=20), VictimsNeeded(share=0.5, victims=3)]
@@ -164,6 +166,40 @@ def test_what_is_missing_is_one_command() -> None:
 def test_a_cost_that_was_asked_for_and_not_measured_is_a_failed_training() -> None:
     (step,) = advised(control(), held("dcs2", None), utility=True).next_steps
     assert step.code == "failed-training" and step.command is None and "what dcs2 costs failed" in step.reason
+
+
+def test_local_training_stays_as_it_is_in_every_command() -> None:
+    local: dict[str, Any] = {
+        "mode": "eval",
+        "local_epochs": 2,
+        "local_batch_size": 2,
+        "local_optimizer": "adam",
+        "batch_size": 4,
+    }
+    local |= {"frozen": ["features.*", "head"], "sends_statistics": True, "local_lr": 0.003, "data": "a path/b.npz"}
+    before = AuditSpec(**local, victims=16)
+    for rows in (
+        (control(), defense("gaussian:std=0.1", "leaks")),
+        (control(control_rate=0.1), defense("prune", "cannot tell")),
+    ):
+        for step in advised(*rows, **local).next_steps:
+            after = spec_of(step) if step.command else before
+            assert [getattr(after, name) for name in local if name != "batch_size"] == [
+                getattr(before, name) for name in local if name != "batch_size"
+            ]
+
+
+def test_a_command_that_would_be_refused_is_left_out() -> None:
+    class Picky(AuditSpec):
+        @model_validator(mode="after")
+        def _no_cost(self) -> Picky:
+            if self.utility:
+                raise UserError("no cost here")
+            return self
+
+    rows = (control(), held("dcs2", None))
+    outcome = advise(Evidence(Picky(victims=16), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 0.1, 2500))
+    assert [(step.code, step.command) for step in outcome.next_steps] == [("complete-evidence", None)]
 
 
 def test_too_few_victims_to_tell_ask_for_more() -> None:

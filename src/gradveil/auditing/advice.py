@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
+from gradveil.core.errors import UserError
 from gradveil.core.text import listing, plural
 from gradveil.defenses.base import Defense
 from gradveil.defenses.gradient.dpsgd import NOISE, DpSgd
@@ -72,9 +73,12 @@ class Evidence:
         return row.worst.scored - row.test.untested if row.worst and row.test else 0
 
     def command(self, **changes: object) -> str | None:
-        """The command of this audit with only these settings replaced."""
+        """The command of this audit with only these settings replaced; None where they do not fit the others."""
         values: dict[str, object] = {name: getattr(self.spec, name) for name in type(self.spec).model_fields}
-        return make_spec(values | changes, type(self.spec)).command() if self.spec.in_words else None
+        try:
+            return make_spec(values | changes, type(self.spec)).command()
+        except UserError:  # the step stays, in words
+            return None
 
 
 def advise(evidence: Evidence) -> Recommendation:
