@@ -5,6 +5,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
@@ -23,6 +24,7 @@ from gradveil.auditing.spec import CONTROL, UtilityTraining
 from gradveil.auditing.work import Work, one_thread
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.loops import run_by
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, seeded
@@ -35,6 +37,7 @@ from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, sc
 from gradveil.metrics.direct_look import direct_look
 from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
+from gradveil.storage.resumable import Checkpoints
 from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
 
 
@@ -48,7 +51,8 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
         return folder.write(cell, Outcome(status=blocked.status, error=blocked.error, traceback=blocked.traceback))
     begun, cpu = time.perf_counter(), time.process_time()
     try:
-        outcome, tensors = compute(Work(cell, case, folder, progress, limits))
+        with _checkpoints(cell, case, folder, limits):
+            outcome, tensors = compute(Work(cell, case, folder, progress, limits))
         seconds = time.perf_counter() - begun if outcome.seconds is None else outcome.seconds
         outcome = outcome.model_copy(update={"seconds": seconds, "cpu_seconds": time.process_time() - cpu})
         return folder.write(cell, outcome, tensors)
@@ -61,6 +65,26 @@ def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits:
             raise OutOfMemory(str(error)) from None
         line = f"{type(error).__name__}: {one_line(error)}"
         return folder.write(cell, Outcome(status="failed", error=line[:300], traceback=traceback.format_exc()))
+
+
+@contextmanager
+def _checkpoints(cell: Cell, case: Case, folder: RunFolder, limits: Limits) -> Iterator[None]:
+    """Let a long search go on where it was when the audit was stopped.
+
+    Its states are images, so there are none where no images may be stored.
+    """
+    if cell.kind != "attack" or case.spec.pictures == "none" or limits.device != CPU:
+        yield
+        return
+    checkpoints = Checkpoints(folder.checkpoint(cell.key))
+    try:
+        with run_by(checkpoints):
+            yield
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, DiskFull) and not out_of_memory(error):
+            checkpoints.remove()  # it would fail again
+        raise
+    checkpoints.remove()
 
 
 Result = tuple[Outcome, Tensors | None]

@@ -36,7 +36,7 @@ MAX_PICTURE_BYTES = 1 << 30  # of a cell's file from which a page takes pictures
 MAX_PIXELS = 1 << 26  # of one picture, all channels
 _MARK = "This folder belongs to a run of gradveil. What else lies here stays untouched.\n"
 _SEAL = b',\n "sha256": '  # before the hash of all that stands before it
-_PARTS = ("cells", "tensors", "cache")
+_PARTS = ("cells", "tensors", "cache", "checkpoints")
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 M = TypeVar("M", bound=BaseModel)
 
@@ -247,6 +247,10 @@ class RunFolder:
         """For what is trained once and may be used again: of this run, or shared by all runs where GRADVEIL_CACHE says so."""
         shared = os.environ.get("GRADVEIL_CACHE")
         return Path(shared) if shared else self.path / "cache"
+
+    def checkpoint(self, key: str) -> Path:
+        """Where a cell at work keeps the state of its search."""
+        return self._file("checkpoints", f"{key}.safetensors")
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
