@@ -75,6 +75,7 @@ StepCode = Literal[
     "more-private-images",
     "failed-attacks",
     "failed-training",
+    "more-time",
     "complete-evidence",
     "stronger-setting",
     "setting-between",

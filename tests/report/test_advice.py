@@ -168,6 +168,12 @@ def test_a_cost_that_was_asked_for_and_not_measured_is_a_failed_training() -> No
     assert step.code == "failed-training" and step.command is None and "what dcs2 costs failed" in step.reason
 
 
+def test_attacks_without_time_are_run_by_the_same_command() -> None:
+    late = held("prune:ratio=0.9", 1.0, "unrefuted", counter=["prune-mask"], attacks=[row("prune-mask", status="not run")])
+    (step,) = advised(control(), late, utility=True).next_steps
+    assert step.code == "more-time" and spec_of(step) == AuditSpec(victims=16, defenses=["prune:ratio=0.9"], utility=True)
+
+
 def test_local_training_stays_as_it_is_in_every_command() -> None:
     local: dict[str, Any] = {
         "mode": "eval",

@@ -86,7 +86,7 @@ def test_a_verdict_is_one_sentence_with_count_interval_and_chance(verdict: str) 
         (["no-attack-ran"], "no attack ran."),
         (
             ["few-victims", "attacks-failed"],
-            "stayed unseen and an attack that works without a defense, or the direct look, failed",
+            "stayed unseen and an attack that works without a defense, or the direct look, failed or did not run",
         ),
     ],
 )

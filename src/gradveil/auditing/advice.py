@@ -190,13 +190,16 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
         names = listing(row.spec for row in rows)
         yield _step(evidence, "complete-evidence", f"What is missing for {names}: {listing(missing)}.", **changes)
     if failed := [row.spec for row in rows if "attacks-failed" in row.doubts or "no-attack-ran" in row.doubts]:
-        why = f"Under {listing(failed)} attacks failed or did not apply; the table of results says why."
+        why = f"Under {listing(failed)} attacks failed or did not run; the table of results says why."
         yield _step(evidence, "failed-attacks", why)
     if evidence.spec.utility is not None and "cost-not-measured" in codes:
         unpriced = listing(row.spec for row in rows if "cost-not-measured" in reasons[row.spec])
         why = f"The training that measures what {unpriced} costs failed; its file in the run's folder `cells` says why."
         yield _step(evidence, "failed-training", why)
-    if not counters and all("no-counter" in reasons[row.spec] for row in rows):
+    if late := [row.spec for row in rows if any(attack.status == "not run" for attack in row.attacks)]:
+        why = f"Under {listing(late)} there was no time for all attacks. Without --minutes the command runs what is missing."
+        yield NextStep(code="more-time", reason=why, command=evidence.spec.command())
+    if not counters and not late and all("no-counter" in reasons[row.spec] for row in rows):
         names = listing(row.spec for row in rows)
         yield from _differential_privacy(evidence, f"No attack that is built to break {names} can be run here. ")
 

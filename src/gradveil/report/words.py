@@ -110,7 +110,7 @@ def verdict_sentence(defense: DefenseRow) -> str:
         return f"This audit cannot tell: {clause}; {listing(_doubt(defense, code) for code in defense.doubts)}."
     if defense.verdict == NO_LEAK:
         return f"No leak was shown by the attacks tried: {clause}{_bound(defense)}."
-    weak = "for the defense or a part of it no attack ran that is built to break it, so the evidence is weak"
+    weak = "attacks that are built to break the defense or a part of it are missing, so the evidence is weak"
     return f"Unrefuted: {clause}{_bound(defense)}; {weak}."
 
 
@@ -136,7 +136,7 @@ def _doubt(defense: DefenseRow, code: Doubt) -> str:
         "control-does-not-leak": "the attacks show no leak without a defense either",
         "control-leaks-little": f"without a defense the attacks get too little ({undefended} of the images)",
         "few-victims": "with so few victims a leak could have stayed unseen",
-        "attacks-failed": "an attack that works without a defense, or the direct look, failed here",
+        "attacks-failed": "an attack that works without a defense, or the direct look, failed or did not run here",
     }[code]
 
 
@@ -264,10 +264,11 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
 def _no_counter(defense: DefenseRow) -> str:
     if not defense.counter:
         return "this project has no attack that is built to break it"
-    if any(row.adaptive and row.ok for row in defense.attacks):
-        return "a part of it was not attacked by anything that this project accepts as its counter"
-    why = "was no part of this audit" if defense.left_out else "failed or did not apply here"
-    return f"{listing(defense.left_out or defense.counter)}, built to break it, {why}"
+    if defense.left_out:
+        return f"built to break it, but no part of this audit: {listing(defense.left_out)}"
+    if idle := [row.spec for row in defense.ranked if row.adaptive and not row.ok]:
+        return f"built to break it, but not run here: {listing(idle)}"
+    return "a part of it was not attacked by anything that this project accepts as its counter"
 
 
 def cost(summary: Summary, defense: DefenseRow) -> str:
