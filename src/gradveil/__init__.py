@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradveil.defenses.base import Defense
     from gradveil.defenses.registry import defense
     from gradveil.protection import flower
+    from gradveil.protection.audited import Protection
     from gradveil.protection.loop import protect
     from gradveil.report.audit_report import Report
 
@@ -32,6 +33,7 @@ _HOME = {
     "Knowledge": "gradveil.core.observation",
     "LocalTraining": "gradveil.core.local_training",
     "Observation": "gradveil.core.observation",
+    "Protection": "gradveil.protection.audited",
     "Report": "gradveil.report.audit_report",
     "Update": "gradveil.core.types",
     "UserError": "gradveil.core.errors",
@@ -51,6 +53,7 @@ __all__ = [
     "Knowledge",
     "LocalTraining",
     "Observation",
+    "Protection",
     "Report",
     "Update",
     "UserError",

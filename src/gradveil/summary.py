@@ -13,7 +13,9 @@ from typing import Final, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, StorableText
+from gradveil.core.settings import build
 from gradveil.core.types import Mode
 from gradveil.storage.run_folder import read_record
 
@@ -161,6 +163,23 @@ class CaseFacts(Record):
     input_shape: tuple[int, int, int]
     num_classes: int
     class_names: tuple[StorableText, ...]
+    mean: tuple[float, ...] = ()  # per channel, taken off the pixels before they enter the network
+    std: tuple[float, ...] = ()
+
+    @property
+    def training(self) -> LocalTraining:
+        """What a client did in a round."""
+        values = {
+            "epochs": self.local_epochs,
+            "batch_size": self.local_batch_size,
+            "lr": self.local_lr,
+            "optimizer": self.local_optimizer,
+            "mode": self.mode,
+            "accumulate": self.local_accumulate,
+            "frozen": self.frozen,
+            "sends_statistics": self.sends_statistics,
+        }
+        return build(LocalTraining, values, of="local training")
 
 
 class AttackRow(ScoreRow):

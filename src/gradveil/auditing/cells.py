@@ -28,9 +28,10 @@ from gradveil.core.loops import run_by
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, seeded
-from gradveil.core.results import Against, GradientChange, ImageScores, finite
+from gradveil.core.results import Against, ImageScores, finite
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update, widened
+from gradveil.core.update_change import mean_change, update_change
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import CentralPlan, History, train, train_central
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
@@ -132,12 +133,12 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             if u == 0:
                 with seeded(case.spec.seed, v, u, "dropout"):  # the same units are dropped
                     reference, _ = undefended.round(plain_state, batch, v, u)
-                changes.append(_change(update.tensors, reference.tensors))
+                changes.append(update_change(update.tensors, reference.tensors))
                 agreements.append(least_agreement(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)
     outcome = Outcome(
-        gradient=_mean_change(changes),
-        changes=tuple(c and GradientChange(cosine=finite(c[0]), noise_ratio=finite(c[1])) for c in changes),
+        gradient=mean_change(changes),
+        changes=tuple(changes),
         agreement=min(agreements),
         zero_updates=zero_updates,
         broken_updates=broken_updates,
@@ -149,24 +150,6 @@ def _client(work: Work, task: Task, state: Tensors, defense: Defense) -> Client:
     case = work.case
     setup = Setup(task, state, case.data.private, case.public, case.spec.seed, work.folder.cache, work.stage)
     return prepare_client(defense, case.training, setup)
-
-
-def _change(sent: Tensors, plain: Tensors) -> tuple[float, float] | None:
-    """Cosine and relative distance to the undefended update, over the tensors that both have."""
-    names = [n for n in plain if n in sent and sent[n].shape == plain[n].shape]
-    if not names:
-        return None
-    ours, theirs = (torch.cat([t[n].double().flatten() for n in names]) for t in (sent, plain))
-    cosine = ours @ theirs / (ours.norm() * theirs.norm()).clamp(min=1e-300)
-    return float(cosine.clamp(-1, 1)), float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
-
-
-def _mean_change(changes: Sequence[tuple[float, float] | None]) -> GradientChange | None:
-    measured = [c for c in changes if c is not None]
-    if not measured:
-        return None
-    cosine, ratio = (sum(values) / len(measured) for values in zip(*measured, strict=True))
-    return GradientChange(cosine=finite(cosine), noise_ratio=finite(ratio))
 
 
 # -- attack: what can be rebuilt -------------------------------------------------------------------------------------

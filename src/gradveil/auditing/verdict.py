@@ -68,6 +68,7 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     facts: dict[str, object] = {"local_steps": len(training.steps(case.spec.batch_size)), "local_lr": training.lr}
     facts |= {"local_epochs": training.epochs, "frozen": training.frozen}
     facts |= {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
+    facts |= {"mean": tuple(data.mean.tolist()), "std": tuple(data.std.tolist())}
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
     chance = 1 / data.num_classes if data.has_classes else None

@@ -37,6 +37,7 @@ COMMANDS = {
     "search": "Search an ATS policy for a data set and a model.",
     "train": "Train a model in a federation whose clients are defended.",
     "report": "Write the report of a run again.",
+    "export": "Write an audited defense to a file that clients act by.",
     "compare": "Compare two runs.",
     "reproduce": "Run a table or figure of a paper, and say which claims hold.",
     "list": "List attacks, defenses, models, data sets or recipes.",

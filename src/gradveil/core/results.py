@@ -147,3 +147,4 @@ class GradientChange(Record):
 
     cosine: float | None
     noise_ratio: float | None
+    norm: float | None = None  # length of the undefended update

@@ -198,7 +198,7 @@ def _check_cases(a: _Run, b: _Run, across: set[str]) -> list[str]:
     differs = {n: text for n, text in differs.items() if a.terms.get(n) != b.terms.get(n)}
     # Another seed draws another split and other weights, and another name has other content of course.
     follows: dict[str, tuple[str, ...]] = dict.fromkeys(("input_shape", "num_classes", "class_names"), ("data",))
-    follows |= {"data's content": ("data", "seed"), "model's content": ("model", "seed")}
+    follows |= dict.fromkeys(("data's content", "mean", "std"), ("data", "seed")) | {"model's content": ("model", "seed")}
     differs = {n: text for n, text in differs.items() if not any(cause in differs for cause in follows.get(n, ()))}
     if unknown := [n for n in across if n not in {*a.terms, *b.terms, *follows}]:
         raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(a.terms)}.")

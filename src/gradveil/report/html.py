@@ -13,9 +13,11 @@ from typing import get_args
 
 from markupsafe import Markup
 
+from gradveil.auditing.export import requirement, usage
 from gradveil.auditing.spec import PictureMode
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImagePlace, ImageScores
+from gradveil.protection.audited import FILE
 from gradveil.report import chart, words
 from gradveil.report.page import page
 from gradveil.report.pictures import Pictures, Strip, attacked, collect, worst_of
@@ -93,6 +95,9 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         script=Markup(script),  # our own file, without a word of the run in it
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdicts=[(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses],
+        protection_file=FILE,
+        uses=usage(summary.recommended, summary.case) if summary.recommended else [],
+        use_requirement=requirement(summary.case),
         scatter=chart.privacy_utility(summary),
         control_rows=summary.control.ranked if summary.control else [],
         rows=rows,

@@ -313,6 +313,11 @@ class RunFolder:
         with self._open_tensors(self.outcome(key), MAX_TENSOR_BYTES) as file:
             return file.tensors()
 
+    def shapes(self, cell: StoredCell) -> dict[str, tuple[int, ...]]:
+        """The shapes of a cell's tensors by name, without reading their values."""
+        with self._open_tensors(cell, MAX_TENSOR_BYTES) as file:
+            return {name: tuple(place.shape) for name, place in file.places.items()}
+
     def images(self, cell: StoredCell, name: str, places: Sequence[ImagePlace]) -> list[NDArray[np.floating] | None]:
         """Images (C × H × W) of a cell, without reading the rest; None for those that are not stored."""
         if cell.tensors_sha256 is None:
