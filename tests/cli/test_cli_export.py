@@ -100,7 +100,7 @@ def test_a_leak_must_be_accepted_and_the_file_says_so(gradveil, run):
 
     change(run, leak)
     words = ("export", "run", "--defense", "clip:norm=0.1")
-    code, out, err = gradveil(*words)
+    code, _, err = gradveil(*words)
     assert code == 2 and err.count("\n") == 1 and "updates leak under clip:norm=0.1" in err and "--accept-leak" in err
     assert not Path("protection.json").exists()
     assert gradveil(*words, "--accept-leak", "--quiet")[0] == 0
