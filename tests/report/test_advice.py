@@ -251,7 +251,20 @@ def test_between_a_leak_and_too_high_a_price_the_middle_is_tried_until_none_is_l
         assert low < middle < high
         tried.append(middle)
         low, high = (middle, high) if middle < 0.05 else (low, middle)  # of which no setting meets both ends
-    assert first.code == "no-setting-left" and first.reason.startswith("None was found") and 3 <= len(tried) <= 6
+    assert (
+        first.code == "no-setting-left"
+        and first.reason.startswith("No setting was found: none is left to try between")
+        and 3 <= len(tried) <= 6
+    )
+
+
+def test_a_setting_that_leaks_and_costs_too_much_is_not_made_stronger() -> None:
+    rows = (control(), defense("gaussian:std=0.01", "leaks", 0.0), defense("gaussian:std=0.1", "leaks", 12.5))
+    first, *others = advised(*rows, utility=True).next_steps
+    assert first.code == "no-setting-left" and "gaussian:std=0.1 leaks and costs too much already" in first.reason
+    assert [step.code for step in others] == ["differential-privacy", "larger-batches", "secure-aggregation"]
+    (step, *_) = advised(*rows, utility=True, max_loss=20).next_steps
+    assert spec_of(step).defenses[-1] == "gaussian:std=1.0"
 
 
 def test_a_setting_that_costs_too_much_is_made_milder() -> None:

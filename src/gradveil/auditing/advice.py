@@ -261,6 +261,7 @@ class Family:
     strength: Strength
     leaking: dict[float, str] = field(default_factory=dict)  # by level
     costly: dict[float, str] = field(default_factory=dict)
+    hopeless: list[str] = field(default_factory=list)  # which leak and cost too much
 
     def at(self, level: float) -> str:
         return self.strength.at(self.defense, level)
@@ -275,6 +276,8 @@ def _families(evidence: Evidence) -> list[Family]:
         if strength and level is not None:
             family = families.setdefault(strength.at(defense, 0.5), Family(defense, strength))
             (family.leaking if row.verdict == LEAKS else family.costly)[level] = row.spec
+            if row.verdict == LEAKS and row.loss is not None and row.loss > evidence.spec.max_loss:
+                family.hopeless.append(row.spec)
     return list(families.values())
 
 
@@ -284,12 +287,14 @@ def _settings_to_try(evidence: Evidence) -> Iterator[NextStep]:
     exhausted: list[str] = []
     for family in _families(evidence):
         weak, strong = max(family.leaking, default=None), min(family.costly, default=None)
-        if weak is not None and strong is not None:
+        if family.hopeless:
+            exhausted.append(f"{family.hopeless[-1]} leaks and costs too much already, so that a stronger one is no use")
+        elif weak is not None and strong is not None:
             bounds = f"{family.leaking[weak]}, which leaks, and {family.costly[strong]}, which costs too much"
             if strong - weak > NEAR:
                 proposals["setting-between"][family.at((weak + strong) / 2)] = f"lies between {bounds}"
             else:
-                exhausted.append(bounds)
+                exhausted.append(f"none is left to try between {bounds}")
         elif weak is not None:
             proposals["stronger-setting"][family.at(weak + 1)] = f"is stronger than {family.leaking[weak]}, which leaks"
         elif strong is not None:
@@ -300,8 +305,7 @@ def _settings_to_try(evidence: Evidence) -> Iterator[NextStep]:
             why = "; ".join(f"{spec} {relation}" for spec, relation in relations.items())
             yield _step(evidence, code, f"{why}. The command measures the cost too.", **_with(evidence, *relations))
     if exhausted:
-        why = f"None was found, and none is left to try, between {'; nor between '.join(exhausted)}."
-        yield _step(evidence, "no-setting-left", why)
+        yield _step(evidence, "no-setting-left", f"No setting was found: {'; '.join(exhausted)}.")
 
 
 def _with(evidence: Evidence, *added: str) -> dict[str, object]:
