@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 import threading
@@ -21,6 +20,7 @@ from gradveil.core.hashing import digest
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step, checked_update
+from gradveil.protection.audited import Audited
 from gradveil.protection.door import Door, within
 
 X, Y = torch.rand(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
@@ -159,7 +159,7 @@ def test_errors_become_one_line_and_ends_of_the_program_pass() -> None:
 
 def test_texts_of_errors_stay_on_the_client(caplog: pytest.LogCaptureFixture) -> None:
     """Flower sends the text of an exception to the server; it may quote the gradient."""
-    door = Door("guard", raising(ValueError("pixel 0.25")))
+    door = Door("guard", Audited(raising(ValueError("pixel 0.25"))))
     with pytest.raises(UserError) as error:
         door.checked.update({"w": torch.ones(2)}, None)  # type: ignore[arg-type]
     assert str(error.value) == "the defense raised ValueError; nothing is sent."
@@ -266,11 +266,11 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
 
 def test_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "evidence.jsonl"
-    doors = [Door("shield", Answer(lambda t: t), evidence=path) for _ in range(4)]
+    doors = [Door("shield", Audited(Answer(lambda t: t)), evidence=path) for _ in range(4)]
 
     def write(door: Door) -> None:
         for number in range(20):
-            door.let_out(number, {"w": torch.ones(3)}, ["w"], level=logging.DEBUG)
+            door.let_out(number, {"w": torch.ones(3)}, ["w"])
 
     threads = [threading.Thread(target=write, args=(door,)) for door in doors]
     for thread in threads:

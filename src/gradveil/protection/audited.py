@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal, TypedDict, TypeVar, cast
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -23,7 +23,7 @@ from gradveil.core.local_training import LocalTraining, optimizer
 from gradveil.core.results import GradientChange, Record, StorableText
 from gradveil.core.settings import build, split_chain
 from gradveil.core.text import listing, plural, shorten
-from gradveil.core.types import Kind
+from gradveil.core.types import Kind, Mode
 from gradveil.defenses import Defense, parse, registry
 from gradveil.defenses.base import Refused
 from gradveil.storage.files import check_replaceable, write_text
@@ -125,6 +125,11 @@ class Protection(_Strict):
             raise ValueError("a defense under which updates leak is exported only where that was accepted")
         return self
 
+    @property
+    def mini_batches(self) -> int:
+        """How often a client computes a gradient for one update."""
+        return sum(len(parts) for parts in self.training.steps(self.images))
+
     @classmethod
     def read(cls, path: str | Path) -> Protection:
         return read_record(Path(path), cls, "export it again")
@@ -164,6 +169,14 @@ DefenseSource = (
 )  # text of a defense, an exported file (its name ends with .json), or an object
 
 
+T = TypeVar("T")
+
+
+def options_of(kind: type[T], options: Mapping[str, object]) -> T:
+    """Those of the options that belong to one kind of them."""
+    return cast("T", {name: value for name, value in options.items() if name in kind.__annotations__})
+
+
 class AuditOptions(TypedDict, total=False):
     """What a client states where it acts by an exported protection."""
 
@@ -196,10 +209,9 @@ class Audited:
         defense = registered(source.defense)
         sha256 = hashlib.sha256(content or source.text().encode()).hexdigest()
         audited = cls(defense, source, sha256, **stated)
-        if (now := versions_of(defense)) != source.versions:
-            audited.refuse(
-                [f"the code of '{name}' is version {v}" for name, v in now.items() if source.versions.get(name) != v]
-            )
+        before, now = source.versions, versions_of(defense)
+        changed = [f"version {v} of '{n}', not {before.get(n)}" for n, v in now.items() if before.get(n) != v]
+        audited.refuse(changed)
         return audited
 
     def refuse(self, differences: Sequence[str]) -> None:
@@ -252,9 +264,13 @@ class Audited:
         self.refuse(different)
 
     def check_images(self, training: LocalTraining | None, images: int | None) -> None:
-        """The same where the steps must be known, because an update is about to leave."""
-        if training is not None and (images := self.images or images) is None:
-            raise Refused("the number of local steps cannot be known without the number of images; state images=….")
+        """The same where an update is about to leave, so that the steps must be known."""
+        if training is None:
+            return
+        if self.images is not None and images is not None and self.images != images:
+            raise Refused(f"the client trained on {plural(images, 'image')}, images={self.images} was stated; nothing is sent.")
+        if (images := images or self.images) is None:
+            raise Refused("the local steps cannot be known without the number of images; state images=…. Nothing is sent.")
         self.check(training, images)
 
     def check_tensors(self, shapes: Iterable[Sequence[int]]) -> None:
@@ -265,6 +281,12 @@ class Audited:
         if here != there:
             count = f"{plural(here.total(), 'trained tensor')}, not the {there.total()} of {self.protection.task.model}"
             self.refuse([count if here.total() != there.total() else "trained tensors of other shapes"])
+
+    def check_model(self, mode: Mode, shapes: Iterable[Sequence[int]]) -> None:
+        """The same where the model is at hand."""
+        self.check_tensors(shapes)
+        if self.protection is not None and mode != self.protection.training.mode:
+            self.refuse([f"model in {mode} mode, not {self.protection.training.mode}"])
 
     def check_statistics(self, sent: bool) -> None:
         if self.protection is not None and sent and not self.protection.training.sends_statistics:

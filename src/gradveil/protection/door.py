@@ -4,6 +4,8 @@ A shield, a guard and a mod each have one `Door`. It calls the defense, refuses 
 logs one line per round, and can keep a record of each round in a file.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +24,11 @@ from torch import Tensor
 from gradveil import __version__
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.hashing import digest
+from gradveil.core.results import GradientChange
 from gradveil.core.text import shorten
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Refused, Setup, Step, checked_update, is_plain
+from gradveil.protection.audited import Audited, AuditOptions, DefenseSource, options_of
 
 T = TypeVar("T")
 Buffers = Literal["withhold", "send"]
@@ -32,7 +36,7 @@ _LOG = logging.getLogger("gradveil")
 _BEGIN = b'{"time": "'  # of a file of evidence
 
 
-class DoorOptions(TypedDict, total=False):
+class DoorOptions(AuditOptions, total=False):
     """How a door treats what no defense acts on, how long it waits, and where it keeps its evidence."""
 
     buffers: Buffers  # withhold, if left out: the server gets back the buffers that it sent
@@ -135,7 +139,7 @@ class Door:
     def __init__(
         self,
         kind: str,
-        defense: Defense,
+        audited: Audited,
         *,
         buffers: Buffers = "withhold",
         deadline: float | None = None,
@@ -145,11 +149,23 @@ class Door:
             raise UserError(f"buffers={buffers!r}: write withhold or send.")
         if deadline is not None and not (0 < deadline < math.inf):
             raise UserError(f"deadline={deadline}: a number of seconds above zero.")
-        self.kind, self.defense, self.buffers = kind, defense, buffers
-        self.checked = Checked(defense, deadline, remote=kind != "shield")
+        audited.check_statistics(buffers == "send")
+        self.kind, self.audited, self.defense, self.buffers = kind, audited, audited.defense, buffers
+        self.checked = Checked(audited.defense, deadline, remote=kind != "shield")
         self._evidence = None if evidence is None else Path(evidence)
         if self._evidence is not None:
             _append(self._evidence, "")  # a file that cannot be written is reported before any work
+
+    @classmethod
+    def of(cls, kind: str, source: DefenseSource, options: DoorOptions) -> Door:
+        """A door for a defense or an exported protection. Options of others are left alone."""
+        return cls(
+            kind,
+            Audited.of(source, options_of(AuditOptions, options)),
+            buffers=options.get("buffers", "withhold"),
+            deadline=options.get("deadline"),
+            evidence=options.get("evidence"),
+        )
 
     @contextmanager
     def round(self, number: int | str) -> Iterator[None]:
@@ -167,9 +183,12 @@ class Door:
         protected: Sequence[str],
         withheld: Sequence[str] = (),
         unprotected: Sequence[str] = (),
-        level: int = logging.INFO,
+        change: GradientChange | None = None,
     ) -> None:
-        """Say what leaves. It is called before anything does: without the evidence that was asked for, nothing leaves."""
+        """Say what leaves. It is called before anything does: without the evidence that was asked for, nothing leaves.
+
+        `change` is what the defense did to the update. It stands in the log of the client and in no evidence.
+        """
         tensors = {name: t for name, t in sent.items() if t.numel()}
         norm = math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
         self._record(
@@ -180,12 +199,13 @@ class Door:
             norm=norm if math.isfinite(norm) else None,
             sha256=digest("", tensors),
         )
-        line = f"'{self.defense.spec}' acted on {len(protected)} tensors"
+        facts, unusual = self.audited.in_words(change)
+        line = f"'{self.defense.spec}' acted on {len(protected)} tensors{facts}"
         if withheld:
-            line += f"; {len(withheld)} withheld (the received ones go back)"
+            line += f"; {len(withheld)} withheld (the received ones go back): {shorten(', '.join(withheld), 200)}"
         if unprotected:
             line += f"; {len(unprotected)} leave unprotected: {shorten(', '.join(unprotected), 200)}"
-        _LOG.log(logging.WARNING if unprotected else level, "%s", line)
+        _LOG.log(logging.WARNING if unprotected or unusual else logging.INFO, "%s", line)
 
     def _record(self, number: int | str, **facts: object) -> None:
         if self._evidence is None:
@@ -194,6 +214,9 @@ class Door:
         versions |= {part.name: str(part.version) for part in self.defense.parts if part.name}
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"time": time, "door": self.kind, "round": number, "defense": self.defense.spec, "versions": versions}
+        if self.audited.protection is not None:
+            units = self.audited.protection.units.model_dump()
+            record |= {"protection": self.audited.sha256, "units": units, "beyond_audit": self.audited.beyond_audit}
         _append(self._evidence, json.dumps({**record, **facts}, allow_nan=False) + "\n")
 
 

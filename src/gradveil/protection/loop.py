@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from gradveil.client import Client, prepare_client
-from gradveil.core.errors import UserError, unknown
+from gradveil.core.errors import UserError, shape_text, unknown
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
 from gradveil.core.local_training import LocalTraining
+from gradveil.core.losses import NAMED
 from gradveil.core.randomness import REPRODUCIBLE, Streams
 from gradveil.core.task import Task
 from gradveil.core.text import listing, shorten
-from gradveil.core.types import Batch, Tensors
+from gradveil.core.types import Batch, Shape, Tensors
 from gradveil.data.readers.objects import read_object
 from gradveil.data.validation import checked_batch, to_batch
-from gradveil.defenses import Defense, parse
 from gradveil.defenses.base import Setup, checked_update, is_plain
-from gradveil.protection.door import Door
+from gradveil.protection.audited import Audited, AuditOptions, DefenseSource, options_of
+from gradveil.protection.door import Door, DoorOptions
 
 
 class Shield:
@@ -111,7 +113,7 @@ class TaskOptions(TypedDict, total=False):
     std: Iterable[float]  # one value per channel; 1, if left out
 
 
-class ShieldOptions(TaskOptions, total=False):
+class ShieldOptions(TaskOptions, AuditOptions, total=False):
     """The task, and how the shield lets gradients out."""
 
     deadline: float  # seconds that each call of the defense may take; later, nothing is sent
@@ -120,7 +122,7 @@ class ShieldOptions(TaskOptions, total=False):
 
 def protect(
     model: nn.Module,
-    defense: str | Defense,
+    defense: DefenseSource,
     data: Any = None,
     *,
     public: Any = None,
@@ -134,19 +136,53 @@ def protect(
     themselves need it. Train `shield.model`: a model-stage defense changes the network. Draws come from the operating
     system; `reproducible` is a seed in their place, for tests: everyone who knows it can undo the protection.
     `options` may give num_classes, loss, mean and std of the task, a `deadline` for the defense, and a file for `evidence`.
+
+    `defense` may be an exported protection or the path of one, which gives the task. It acts on what was audited alone: a
+    gradient per batch, or local steps as `training` and `images` state them, if the defense acts on no weight difference.
     """
-    method, private = parse(defense), as_batch(data)
-    module = method.model(model, private.image_shape)
+    check_names(options, ShieldOptions.__annotations__)
+    door, private = Door.of("shield", defense, options_of(DoorOptions, options)), as_batch(data)
+    audited, module = door.audited, door.defense.model(model, private.image_shape)
+    _check_loop(audited, len(private))
     if reproducible is not None:
         warnings.warn(REPRODUCIBLE, stacklevel=2)
     streams = Streams() if reproducible is None else Streams.of_seed(reproducible)
-    check_names(options, ShieldOptions.__annotations__)
-    door = Door("shield", method, deadline=options.get("deadline"), evidence=options.get("evidence"))
+    task = audited_task(audited, options_of(TaskOptions, options), private.image_shape)
     if statistics := [n for n, b in module.named_buffers() if module.training and b.is_floating_point()]:
         text = "a shield protects gradients only; %d buffers follow the images, do not send them: %s"
         logging.getLogger("gradveil").warning(text, len(statistics), shorten(", ".join(statistics), 120))
-    client = prepare_client(door.checked, LocalTraining(), setup_for(module, private, public, cache, options), streams)
-    return Shield(module, client, door)
+    setup = setup_for(module, private, public, cache, task)
+    audited.check_model(setup.model.mode, [t.shape for t in setup.model.parameters(setup.state).values()])
+    return Shield(module, prepare_client(door.checked, LocalTraining(), setup, streams), door)
+
+
+def _check_loop(audited: Audited, images: int) -> None:
+    """Refuse what was audited on weight differences, unless only the steps before them are protected, as audited."""
+    if audited.protection is None or (audited.protection.units.kind == "gradient" and audited.training is None):
+        return
+    if audited.protection.units.kind == "delta" and "update" in audited.defense.stages:
+        audited.refuse(["a shield acts on the gradient of a batch, the audit was on weight differences"])
+    audited.check_images(audited.client_training({}), audited.images or images)
+
+
+def audited_task(audited: Audited, task: TaskOptions, input_shape: Shape) -> TaskOptions:
+    """The task as audited where nothing else is stated. Another one is refused, unless that is wanted."""
+    if audited.protection is None:
+        return task
+    there = audited.protection.task
+    if "loss" not in task and there.loss not in NAMED:
+        raise UserError(f"the audit was with the loss '{shorten(there.loss, 80)}'; give it as loss=….")
+    classes = task.get("num_classes", there.num_outputs)
+    mean, std = list(task.get("mean", there.mean)), list(task.get("std", there.std))
+    different = [] if input_shape == there.input_shape else [f"images of {shape_text(input_shape)}"]
+    different += [] if classes == there.num_outputs else [f"{classes} classes"]
+    different += [] if _close(mean, there.mean) and _close(std, there.std) else ["another mean or std"]
+    audited.refuse(different)
+    return {"num_classes": classes, "mean": mean, "std": std, "loss": task["loss"] if "loss" in task else NAMED[there.loss]}
+
+
+def _close(values: Sequence[float], others: Sequence[float]) -> bool:
+    return len(values) == len(others) and all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(values, others, strict=True))
 
 
 def check_names(options: Mapping[str, object], names: Iterable[str]) -> None:

@@ -145,7 +145,12 @@ def test_each_round_is_logged(net: nn.Module, message: Make, context: Any, caplo
     with caplog.at_level("INFO", logger="gradveil"):
         mod("prune:ratio=0.7")(message(arrays=net.state_dict()), context, training())
     logged = [record.getMessage() for record in caplog.records if record.name == "gradveil"]
-    assert logged == ["'prune:ratio=0.7' acted on 6 tensors; 3 withheld (the received ones go back)"]
+    (line,) = logged
+    acted, *withheld = line.split("; ")
+    words, _, percent = acted.removesuffix("%").rpartition(" ")
+    assert words == "'prune:ratio=0.7' acted on 6 tensors and changed the update by"
+    assert float(percent) == pytest.approx(100 * 0.7**1.5, abs=1)  # of uniform values
+    assert withheld[0].startswith("3 withheld (the received ones go back): arrays/1.num_batches_tracked, arrays/1.running_var")
     caplog.clear()
     mod("prune:ratio=0.7", buffers="send")(message(arrays=net.state_dict()), context, training())
     (record,) = [record for record in caplog.records if record.name == "gradveil"]

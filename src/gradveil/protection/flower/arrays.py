@@ -18,9 +18,12 @@ from typing_extensions import Unpack
 
 from gradveil.core.errors import UserError, shape_text
 from gradveil.core.randomness import Stream, Streams
+from gradveil.core.results import GradientChange
 from gradveil.core.types import Update
-from gradveil.defenses import Defense, parse
+from gradveil.core.update_change import update_change
+from gradveil.defenses import Defense
 from gradveil.defenses.base import Refused, Step, checked_update
+from gradveil.protection.audited import DefenseSource
 from gradveil.protection.door import Door, DoorOptions
 from gradveil.protection.loop import check_names
 from gradveil.storage.updates import save_update
@@ -32,9 +35,11 @@ Sends = Literal["weights", "update"]
 STATISTICS = ("*running_mean", "*running_var")
 
 
-def update_defense(defense: str | Defense) -> Defense:
-    """The defense, if it acts on nothing but the update that leaves."""
-    method = parse(defense)
+def update_door(kind: str, defense: DefenseSource, options: DoorOptions) -> Door:
+    """A door for a defense that acts on nothing but the update that leaves."""
+    check_names(options, DoorOptions.__annotations__)
+    door = Door.of(kind, defense, options)
+    method = door.defense
     others = [stage for stage in method.stages if stage != "update"]
     if any(type(part).prepare is not Defense.prepare for part in method.parts):
         others.append("preparation")
@@ -43,13 +48,13 @@ def update_defense(defense: str | Defense) -> Defense:
             f"'{method.spec}' acts on more than the update that leaves ({', '.join(others)}), where neither model nor images "
             "are at hand; use gradveil.flower.protect in the training function."
         )
-    return method
+    return door
 
 
 def protect_arrays(
     before: Arrays,
     after: Arrays,
-    defense: str | Defense,
+    defense: DefenseSource,
     *,
     untouched: Iterable[str] = STATISTICS,
     sends: Sends = "weights",
@@ -62,11 +67,12 @@ def protect_arrays(
     they are withheld: the received ones go back. With `sends="update"`, `after` holds the update itself. Noise comes from
     `rng`; without one, from the system's own randomness, which a server cannot repeat. What the defense leaves alone comes
     back bit for bit. Where something is not finite, of another kind, late or missing, nothing is returned. `options` may
-    also give a `deadline` for the defense in seconds, and a file for `evidence`.
+    also give a `deadline` for the defense in seconds, and a file for `evidence`. For an exported protection they state
+    `training` and `images` of this client; in other units than the audited ones nothing is returned, unless `beyond_audit`.
     """
-    check_names(options, DoorOptions.__annotations__)
-    door = Door("arrays", update_defense(defense), **options)
+    door = update_door("arrays", defense, options)
     with door.round(""):
+        door.audited.check_images(door.audited.client_training({}), None)
         outgoing = protected_arrays(door, before, after, Kinds(tuple(untouched), sends), rng or Streams()("update"))
         outgoing.let_out(door, "")
         return outgoing.arrays
@@ -88,18 +94,22 @@ class Outgoing:
     protected: list[str]
     withheld: list[str]
     unprotected: list[str]
+    change: GradientChange | None  # of the update, by the defense
 
     def let_out(self, door: Door, number: int | str, more: Arrays = MappingProxyType({})) -> None:
         """`more` are arrays that leave beside these, unprotected."""
         tensors = {name: torch.from_numpy(np.array(a, order="C")) for name, a in {**self.arrays, **more}.items()}
-        door.let_out(number, tensors, self.protected, self.withheld, [*self.unprotected, *more])
+        door.let_out(number, tensors, self.protected, self.withheld, [*self.unprotected, *more], self.change)
 
 
 def protected_arrays(door: Door, before: Arrays, after: Arrays, kinds: Kinds, rng: Stream) -> Outgoing:
     """The arrays that may leave, or an error."""
     for name, array in after.items():
         check_values(name, array)
-    moved = [name for name, array in after.items() if _is_trained(name, array, kinds.untouched)]
+    protection = door.audited.protection
+    frozen = [pattern for p in (protection.training.frozen if protection else ()) for pattern in (p, f"*/{p}")]
+    moved = [name for name, array in after.items() if _is_trained(name, array, (*kinds.untouched, *frozen))]
+    door.audited.check_tensors(after[name].shape for name in moved)
     start = {name: _before(name, before, after[name], kinds.sends) for name in moved}
     changed = update = {name: torch.as_tensor(after[name].astype(np.float64) - start[name]) for name in moved}
     if update:
@@ -117,7 +127,7 @@ def protected_arrays(door: Door, before: Arrays, after: Arrays, kinds: Kinds, rn
         received = _received(name, before, after[name], kinds.sends)
         sent[name] = received if door.buffers == "withhold" else after[name]
     withheld = buffers if door.buffers == "withhold" else []
-    return Outgoing(sent, list(changed), withheld, [] if withheld else buffers)
+    return Outgoing(sent, list(changed), withheld, [] if withheld else buffers, update_change(changed, update))
 
 
 def check_values(name: str, array: NDArray[Any]) -> None:

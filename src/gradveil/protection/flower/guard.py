@@ -20,14 +20,16 @@ from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import seeded
+from gradveil.core.results import GradientChange
 from gradveil.core.types import Batch, Tensors
-from gradveil.defenses import Defense, parse
+from gradveil.core.update_change import update_change
 from gradveil.defenses.base import Refused, Step, checked_update, is_plain
+from gradveil.protection.audited import Audited, DefenseSource, options_of
 from gradveil.protection.door import Checked, Door, DoorOptions, text_kept_here
 from gradveil.protection.flower.arrays import check_arrays
 from gradveil.protection.flower.messages import check_facts, numpy_arrays
-from gradveil.protection.flower.mod import message_streams, received_arrays
-from gradveil.protection.loop import Shield, TaskOptions, as_batch, check_names, setup_for
+from gradveil.protection.flower.mod import configs_of, message_streams, received_arrays
+from gradveil.protection.loop import Shield, TaskOptions, as_batch, audited_task, check_names, setup_for
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, Message
@@ -35,10 +37,10 @@ if TYPE_CHECKING:
 _PROTECTED = "gradveil-protected"
 
 
-def network(model: nn.Module, defense: str | Defense, input_shape: tuple[int, int, int], seed: int = 0) -> nn.Module:
+def network(model: nn.Module, defense: DefenseSource, input_shape: tuple[int, int, int], seed: int = 0) -> nn.Module:
     """The network that both sides run under a defense; the server makes its first weights from it."""
     with seeded(seed, "network"):
-        return parse(defense).model(model, input_shape)
+        return Audited.of(defense).defense.model(model, input_shape)
 
 
 def receive(model: nn.Module, arrays: ArrayRecord) -> None:
@@ -85,15 +87,15 @@ class Guard(Shield):
         facts = MetricRecord({"num-examples": len(self._private), **metrics})
         with self._door.round(number):
             check_facts(RecordDict({"metrics": facts}))
-            state, protected, buffers = self._outgoing()
+            state, protected, buffers, change = self._outgoing()
             withheld = buffers if self._door.buffers == "withhold" else []
             state |= {name: self._start[name].clone() for name in withheld}
-            self._door.let_out(number, state, protected, withheld, [] if withheld else buffers)
+            self._door.let_out(number, state, protected, withheld, [] if withheld else buffers, change)
         content = RecordDict({self._record: ArrayRecord(state), "metrics": facts})
         return Message(content, reply_to=self._message)
 
-    def _outgoing(self) -> tuple[Tensors, list[str], list[str]]:
-        """The state with its update protected, the names of what the defense acted on, and those of buffers."""
+    def _outgoing(self) -> tuple[Tensors, list[str], list[str], GradientChange | None]:
+        """The state with its update protected, what the defense acted on, the buffers, and how much was changed."""
         state = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
         for name, value in state.items():
             if not is_plain(value) or value.is_complex() or not bool(torch.isfinite(value).all()):
@@ -110,6 +112,10 @@ class Guard(Shield):
         update = {name: state[name].double() - self._start[name].double() for name in trained}
         if not self._round and set(self.defense.stages) - {"model", "update"} and any(u.any() for u in update.values()):
             raise Refused("the model was trained without guard.backward, so its update is not protected; nothing is sent.")
+        audited = self._door.audited
+        audited.check_tensors(u.shape for u in update.values())
+        if self._round and audited.protection and self._round != (wanted := audited.protection.mini_batches):
+            audited.refuse([f"{self._round} calls of backward, not {wanted}"])
         client, start = self._client, {name: t.clone() for name, t in self._start.items()}
         step = Step(client.task, start, self._private, client.draws("update"), client.memory)
         with torch.no_grad():
@@ -117,14 +123,14 @@ class Guard(Shield):
         moved = {name: self._start[name].double() + c for name, c in change.items()}
         sent = checked_update({name: state[name] for name in trained}, moved)
         state.update((name, sent[first[p]]) for name, p in parameters.items() if name in state and first[p] in sent)
-        return state, list(sent), buffers
+        return state, list(sent), buffers, update_change(change, update)
 
 
 def protect(
     message: Message,
     context: Context,
     model: nn.Module,
-    defense: str | Defense,
+    defense: DefenseSource,
     data: Any,
     *,
     public: Any = None,
@@ -137,25 +143,24 @@ def protect(
     The model in the message's array record `record` is checked before it is used. The client's secret and, with a
     data-stage defense, its protected images are kept in `context.state`: a round must not show a second encoding of them.
     `options` may give num_classes, loss, mean and std of the task, `buffers`, a `deadline` and a file for `evidence`.
-    Buffers, such as BatchNorm's statistics, are withheld (the received ones go back) unless `buffers="send"`.
+    Buffers, such as BatchNorm's statistics, are withheld (the received ones go back) unless `buffers="send"`. An exported
+    protection acts on the units that were audited alone; it gives the task, and finds them as a mod does.
     """
     check_names(options, GuardOptions.__annotations__)
-    method = parse(defense)
+    door = Door.of("guard", defense, options)
+    method, audited = door.defense, door.audited
     with text_kept_here("reading the data"):
         private = as_batch(data)
+    training = audited.client_training(configs_of(message, context))
+    audited.check_images(training, len(private))
     if record not in message.content.array_records:
         raise UserError(f"the message has no array record '{record}'; name the model's with record=.")
     module = network(model, method, private.image_shape)
     receive(module, message.content.array_records[record])
-    door = Door(
-        "guard",
-        method,
-        buffers=options.get("buffers", "withhold"),
-        deadline=options.get("deadline"),
-        evidence=options.get("evidence"),
-    )
+    task = audited_task(audited, options_of(TaskOptions, options), private.image_shape)
     with text_kept_here("preparing the guard"):
-        setup = setup_for(module, private, public, cache, options)
+        setup = setup_for(module, private, public, cache, task)
+    audited.check_model(setup.model.mode, [t.shape for t in setup.model.parameters(setup.state).values()])
     streams = message_streams(context, message.metadata.message_id, received_arrays(message.content))
     client = prepare_client(_UntilUpdate(method, options.get("deadline"), remote=True), LocalTraining(), setup, streams)
     guard = Guard(module, client, door, message, record, private)

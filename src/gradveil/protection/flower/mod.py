@@ -11,12 +11,11 @@ from typing_extensions import Unpack
 
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import Streams
-from gradveil.defenses import Defense
 from gradveil.defenses.base import Refused
-from gradveil.protection.door import Door, DoorOptions, text_kept_here
-from gradveil.protection.flower.arrays import STATISTICS, Arrays, Kinds, Sends, check_values, protected_arrays, update_defense
+from gradveil.protection.audited import DefenseSource
+from gradveil.protection.door import DoorOptions, text_kept_here
+from gradveil.protection.flower.arrays import STATISTICS, Arrays, Kinds, Sends, check_values, protected_arrays, update_door
 from gradveil.protection.flower.messages import check_facts, numpy_arrays
-from gradveil.protection.loop import check_names
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -29,7 +28,7 @@ _BETWEEN = "/"  # record and array as one name, for a defense that looks at the 
 
 
 def mod(
-    defense: str | Defense,
+    defense: DefenseSource,
     *,
     untouched: Iterable[str] = STATISTICS,
     passed: Iterable[str] = (),
@@ -44,9 +43,13 @@ def mod(
     `passed` names their record. The text of an exception in the training function stays in the log of the client. Arrays
     in replies to other messages than training are not let out either. `untouched`, `sends` and `options` are as for
     `protect_arrays`. Put it last in the list of mods if others change the arrays too.
+
+    An exported protection acts on the units that were audited alone. Learning rate, epochs and batch size of the client are
+    read from `lr`, `learning-rate`, `local-epochs` and `batch-size` of the message and the run config, or stated as
+    `training`; the number of images is `num-examples` of the reply, or stated as `images`.
     """
-    check_names(options, DoorOptions.__annotations__)
-    door, kinds, open_records = Door("mod", update_defense(defense), **options), Kinds(tuple(untouched), sends), set(passed)
+    door, kinds, open_records = update_door("mod", defense, options), Kinds(tuple(untouched), sends), set(passed)
+    audited = door.audited
 
     def protect_reply(message: Message, context: Context, call_next: Handler) -> Message:
         number = message.metadata.group_id
@@ -55,6 +58,8 @@ def mod(
             with door.round(number):
                 received = received_arrays(message.content) if trains else {}
                 streams = message_streams(context, message.metadata.message_id, received) if trains else None
+                training = audited.client_training(configs_of(message, context)) if trains else None
+                audited.check(training, audited.images)
         except UserError as error:
             return _refusal(message, str(error))
         try:
@@ -70,6 +75,7 @@ def mod(
                     raise Refused(f"the array record '{min(closed)}' is no answer to training; nothing is sent.")
                 if streams is None:
                     return reply
+                audited.check_images(training, _examples(reply.content))
                 before = _joined({key: _counterpart(key, closed, received, kinds.sends) for key in closed})
                 outgoing = protected_arrays(door, before, _joined(closed), kinds, streams("update"))
                 more = {key: _passed(key, content[key], received) for key in content if key in open_records}
@@ -80,6 +86,18 @@ def mod(
         return reply
 
     return protect_reply
+
+
+def configs_of(message: Message, context: Context) -> dict[str, Mapping[str, object]]:
+    """The settings that a client may have been given, by where they are from."""
+    return {"message": {k: v for c in message.content.config_records.values() for k, v in c.items()}, "run": context.run_config}
+
+
+def _examples(content: RecordDict) -> int | None:
+    """The number of images that a reply says it was trained on; None where it does not say one."""
+    counts = {record["num-examples"] for record in content.metric_records.values() if "num-examples" in record}
+    count = counts.pop() if len(counts) == 1 else None
+    return int(count) if isinstance(count, int | float) and 1 <= count < 1e12 and count == int(count) else None
 
 
 def _replace(content: RecordDict, records: Records, arrays: Arrays) -> None:
