@@ -73,7 +73,7 @@ def test_a_file_of_the_user_is_refused_before_the_audit(gradveil, archive, tmp_p
 def test_list_without_a_kind_is_a_map_of_everything(gradveil):
     code, out, _ = gradveil("list")
     heads = [line for line in out.splitlines() if line and not line.startswith(" ")]
-    assert code == 0 and heads == ["attacks", "defenses", "models", "data", "recipes"]
+    assert code == 0 and heads == ["attacks", "defenses", "models", "data", "presets", "recipes"]
     assert "  precode" in out and "  mnist-5k" in out
 
 

@@ -29,7 +29,7 @@ from gradveil.core.progress import Progress
 from gradveil.core.randomness import TorchStream, torch_stream
 from gradveil.core.settings import first_error
 from gradveil.core.task import Task
-from gradveil.core.types import Shape, Tensors, Update
+from gradveil.core.types import Kind, Mode, Shape, Tensors, Update
 from gradveil.data.raw import MAX_CHANNELS, MAX_CLASSES, MAX_SIDE
 from gradveil.storage.files import write_indexed
 from gradveil.storage.updates import difference, fit_to_model, load_tensors, load_update
@@ -37,6 +37,7 @@ from gradveil.storage.updates import difference, fit_to_model, load_tensors, loa
 Size = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Mean = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-1e6, le=1e6)]
 Std = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6, le=1e6)]
+MAX_STEPS = 1000
 MAX_IMAGE = 1 << 23  # numbers of one image
 MAX_PIXELS = 1 << 26  # of all images of a batch together, in all channels; an attack holds several copies of them
 
@@ -54,8 +55,12 @@ class CapturedSpec(BaseModel):
         None, max_length=MAX_CHANNELS, description="Of the pixels, one value per channel: 0.5,0.4,0.4."
     )
     std: tuple[Std, ...] | None = Field(None, max_length=MAX_CHANNELS, description="Of the pixels, one value per channel.")
-    local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Local steps behind a weight delta.")
+    local_steps: int | None = Field(None, strict=True, ge=1, le=1000, description="Steps on all images behind a weight delta.")
+    local_epochs: int | None = Field(None, strict=True, ge=1, le=1000, description="Or passes over them in mini-batches.")
+    local_batch_size: int | None = Field(None, strict=True, ge=1, le=4096, description="Images in a mini-batch. [all]")
+    local_optimizer: str = Field("sgd", max_length=200, description="sgd:momentum=0.9, adam, adamw:weight_decay=0.01")
     lr: float | None = Field(None, strict=True, gt=0, lt=1e6, description="Learning rate behind a weight delta.")
+    mode: Mode = Field("train", description="What dropout and BatchNorm did on the client: train or eval.")
     batch_size: Size | None = Field(None, description="Images behind the update. [of the file, or 1]")
     labels: tuple[int, ...] | None = Field(None, description="Labels, if they are known: 3,7. [inferred]")
     loss: Any = Field(DEFAULT, description="Name, or pkg.mod:factory.")
@@ -81,7 +86,9 @@ class CapturedSpec(BaseModel):
         return [value] if isinstance(value, (int, float)) else value
 
 
-FACTS = ("input_shape", "num_classes", "mean", "std", "local_steps", "lr")  # that an update's metadata may tell
+# What an update's metadata may tell: the task and the local training.
+TRAINING_FACTS = ("local_steps", "local_epochs", "local_batch_size", "local_optimizer", "lr", "mode")
+FACTS = ("input_shape", "num_classes", "mean", "std", *TRAINING_FACTS)
 
 
 @dataclass
@@ -175,7 +182,7 @@ def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str)
     if spec.input_shape is None:
         raise UserError("the update does not say its images' shape: give --input-shape C,H,W.")
     _check_size(spec, model, sent, name)
-    function = ModelFunction(_module(model, spec.input_shape, spec.num_classes), find_loss(spec.loss))
+    function = ModelFunction(_module(model, spec.input_shape, spec.num_classes), find_loss(spec.loss), spec.mode)
     state, sent = _start(spec, function, sent)
     tensors = fit_to_model(name, sent.tensors, function.parameters(state))
     images = spec.batch_size or sent.examples
@@ -184,7 +191,7 @@ def _observation(spec: CapturedSpec, model: Any, sent: Update | None, name: str)
         raise UserError(
             f"{images} images of {size} are said to be behind the update; attacks take at most 4096, or fewer large ones."
         )
-    update, training = _as_gradient(Update(tensors, sent.kind, images), spec)
+    update, training = Update(tensors, sent.kind, images), _training(sent.kind, spec, images)
     outputs = _outputs(function, state, spec.input_shape)
     if spec.num_classes not in (None, outputs):
         raise UserError(f"the model has {outputs} outputs, not {spec.num_classes}.")
@@ -224,16 +231,21 @@ def _start(spec: CapturedSpec, function: ModelFunction, sent: Update | None) -> 
     return {**state, **loaded}, sent
 
 
-def _as_gradient(update: Update, spec: CapturedSpec) -> tuple[Update, LocalTraining]:
-    """The update and the local training behind it. The delta of one SGD step is its gradient, scaled."""
-    if update.kind == "gradient":
-        return update, LocalTraining()
+def _training(kind: Kind, spec: CapturedSpec, images: int) -> LocalTraining:
+    """The local training behind the update."""
+    if kind == "gradient":
+        return LocalTraining(mode=spec.mode)
     if spec.lr is None:
         raise UserError("a weight delta needs the learning rate: give --lr (and --local-steps if more than one).")
-    if spec.local_steps not in (None, 1):
-        return update, LocalTraining(epochs=spec.local_steps, lr=spec.lr)
-    gradient = {n: -t / spec.lr for n, t in update.tensors.items()}
-    return Update(gradient, "gradient", update.examples), LocalTraining()
+    if spec.local_steps and spec.local_epochs:
+        raise UserError("give --local-steps, or --local-epochs and --local-batch-size, not both.")
+    epochs = spec.local_steps or spec.local_epochs or 1
+    training = LocalTraining(
+        epochs=epochs, batch_size=spec.local_batch_size, lr=spec.lr, optimizer=spec.local_optimizer, mode=spec.mode
+    )
+    if (steps := epochs * -(-images // min(spec.local_batch_size or images, images))) > MAX_STEPS:
+        raise UserError(f"{steps:,} local steps are said to be behind the update; attacks simulate at most {MAX_STEPS:,}.")
+    return training
 
 
 def _module(model: Any, shape: Shape, classes: int | None) -> nn.Module:

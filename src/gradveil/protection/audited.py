@@ -36,7 +36,7 @@ OUTSIDE = 2.0  # factor beyond the audited lengths from which the log warns
 _MARK = '"format": "gradveil protection"'
 _KINDS = {"gradient": "gradients", "delta": "weight differences"}
 # Where Flower's templates keep the settings of local training.
-_KEYS = {"lr": ("lr", "learning-rate"), "epochs": ("local-epochs",), "batch_size": ("batch-size",)}
+CONFIG_KEYS = {"lr": ("lr", "learning-rate"), "epochs": ("local-epochs",), "batch_size": ("batch-size",)}
 _NAMES = {"lr": "learning rate", "epochs": "number of local epochs", "batch_size": "batch size"}
 
 
@@ -227,7 +227,7 @@ class Audited:
         if self.protection is None or self.beyond_audit:
             return None
         values: dict[str, object] = {}
-        for field, keys in _KEYS.items():
+        for field, keys in CONFIG_KEYS.items():
             said = {f"{key} of the {where}": c[key] for where, c in configs.items() for key in keys if key in c}
             if self.training is not None and (stated := getattr(self.training, field)) is not None:
                 said["training"] = stated
@@ -238,7 +238,7 @@ class Audited:
                 values[field] = next(iter(said.values()))
         if self.training is not None:
             return self.training
-        if missing := [_NAMES[field] for field in _KEYS if field not in values]:
+        if missing := [_NAMES[field] for field in CONFIG_KEYS if field not in values]:
             state = "state training=gradveil.LocalTraining(lr=…, epochs=…, batch_size=…)"
             raise Refused(f"the {listing(missing)} of this client cannot be known here; {state}. Nothing is sent.")
         # The rest of local training is written nowhere: `training` states it, or it is not compared.

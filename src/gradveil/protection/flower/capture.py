@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gradveil.core.errors import UserError, one_line, shape_text
 from gradveil.core.text import shorten
+from gradveil.protection.audited import CONFIG_KEYS
 from gradveil.protection.flower.arrays import STATISTICS, Arrays, check_values, save_arrays
 from gradveil.protection.flower.messages import numpy_arrays
 from gradveil.storage.files import write_tensors
@@ -36,15 +37,17 @@ def capture(
     *,
     rounds: Collection[int] | None = None,
     untouched: Iterable[str] = STATISTICS,
+    run_config: Mapping[str, object] | None = None,
     **facts: Any,
 ) -> S:
     """The same strategy, which from now on also writes down what goes out and what comes back in training.
 
     `FOLDER/round-001/before.safetensors` is the model that was sent out, `client-NODE.safetensors` the update of a node,
     and `buffers-NODE.safetensors` what else it sent (BatchNorm's statistics, counters). `facts` go into the updates
-    beside the metrics that the client reported: `input_shape`, `num_classes`, `mean`, `std`, `local_steps`, `lr` (taken
-    from the training config where it has one). With them, `gradveil attack client-NODE.safetensors --model …
-    --before before.safetensors` needs nothing else.
+    beside the metrics that the client reported: `input_shape`, `num_classes`, `mean`, `std`, and the local training (`lr`,
+    `local_epochs`, `local_batch_size`, `local_optimizer`, `mode`). Rate, epochs and batch size are taken from the training
+    config, or from `run_config` (the app's: `context.run_config`), where these have them. With them, `gradveil attack
+    client-NODE.safetensors --model … --before before.safetensors` and `gradveil audit --replay FOLDER` need nothing else.
 
     A broken reply never stops a round: where its arrays cannot be read, do not fit the model or are not finite, or its weight
     is no positive number, or its records have other names than those of most clients, it is logged, and the strategy does not
@@ -52,6 +55,7 @@ def capture(
     """
     from flwr.serverapp.exception import InconsistentMessageReplies
 
+    facts = training_facts(run_config or {}) | facts
     writer = _Writer(Path(folder), rounds, tuple(untouched), facts, getattr(strategy, "weighted_by_key", None))
     configure, aggregate = strategy.configure_train, strategy.aggregate_train
 
@@ -71,6 +75,12 @@ def capture(
     # On the object itself, so that a strategy with a `start` of its own, or wrapped by another, is captured too.
     vars(strategy).update(configure_train=configure_train, aggregate_train=aggregate_train)
     return strategy
+
+
+def training_facts(config: Mapping[str, object]) -> dict[str, object]:
+    """What a Flower config says of local training, as facts of an update."""
+    facts = {"lr": "lr", "epochs": "local_epochs", "batch_size": "local_batch_size"}
+    return {facts[name]: config[key] for name, keys in CONFIG_KEYS.items() for key in keys if key in config}
 
 
 def _of_one_form(replies: list[Message]) -> list[Message]:
@@ -104,12 +114,12 @@ class _Writer:
     facts: dict[str, Any]
     weight: str | None  # the metric by which the strategy weights a reply, if it does
     before: Arrays = field(default_factory=dict)
-    lr: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, object] = field(default_factory=dict)  # as the config of the round says
 
     def sent(self, round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         self.before = numpy_arrays(arrays)
         if self._wanted(round):
-            self.lr = {"lr": config["lr"]} if "lr" in config else {}
+            self.training = training_facts(config)
             write_tensors(self._place(round) / "before.safetensors", _tensors(self.before))
 
     def received(self, round: int, reply: Message) -> bool:
@@ -145,7 +155,7 @@ class _Writer:
         reported = {key: dict(record) for key, record in reply.content.metric_records.items()}
         size = len(json.dumps(reported))  # a client must not make the record of its update unreadable
         told = reported if size <= MAX_FACT else f"metrics of {size:,} bytes, left out"
-        facts = {**self.lr, **self.facts, "round": round, "reported": told}
+        facts = {**self.facts, **self.training, "round": round, "reported": told}
         path = self._place(round) / f"client-{node}.safetensors"
         received = {name: a for name, a in after.items() if name in self.before}
         written = save_arrays(path, self.before, received, examples=examples, untouched=self.untouched, **facts)
