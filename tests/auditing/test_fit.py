@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.auditing import fit as fitting
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate
-from gradveil.auditing.fit import RESERVE, START, Fit, Settings, fit
+from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, START, Fit, Settings, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
@@ -63,12 +64,29 @@ def test_what_does_not_fit_is_left_out_in_the_stated_order() -> None:
 
 
 @pytest.mark.usefixtures("known_times")
-def test_swift_stays_where_no_closed_form_applies_and_named_attacks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_closed_form_applies_a_few_steps_take_the_place_of_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
-    tried = Fit(case(attacks=["standard", "prune-mask"]), 1)
+    tried = Fit(case(attacks=["standard", "prune-mask"]), 1)  # attacks that were named stay
     tried.slowness = 1.0
-    shortest = tried.choose(1.0)
-    assert shortest == START + (84 + 60) * (0.5 + 0.5 * 4 / 16)
+    whole = START + (84 + 60) * (0.5 + 0.5 * 4 / 16)
+    assert tried.choose(whole) == Settings(4)
+    shorter = tried.choose(whole - 1)
+    assert isinstance(shorter, Settings) and shorter.without == {"swift"} and LEAST_STEPS <= shorter.steps <= MOST_STEPS
+    assert tried.seconds(shorter) <= whole - 1
+    least = tried.choose(1.0)
+    assert isinstance(least, float) and least == tried.seconds(replace(shorter, steps=LEAST_STEPS))
+    named = Fit(case(attacks=["standard", "swift"]), 1)
+    named.slowness = 1.0
+    assert isinstance(named.choose(START + 50), float)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_the_steps_that_fit_are_an_attack_of_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
+    chosen, text = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 30) / (1 - RESERVE))
+    (short,) = [a for a in chosen.spec.attacks if str(a).startswith("ig:steps=")]
+    assert "swift" in chosen.spec.without and "in place of swift" in text
+    assert {cell.attack for cell in make_plan(chosen)} >= {short, "linear"}
 
 
 @pytest.mark.usefixtures("known_times")

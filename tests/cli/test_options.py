@@ -209,7 +209,7 @@ def test_a_command_keeps_its_docstring_and_takes_few_parameters() -> None:
     from gradveil.cli.audit import command
 
     assert with_options(command).__doc__ == command.__doc__
-    assert len(inspect.signature(command).parameters) == 7
+    assert len(inspect.signature(command).parameters) == 8
     assert {"victims", "utility_rounds", "out", "fail_if", "quiet"} <= set(inspect.signature(with_options(command)).parameters)
 
 

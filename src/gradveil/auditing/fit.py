@@ -3,7 +3,7 @@
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
 neither closed forms nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
 `swift`. Of attacks the longest goes first. The control, every defense, the closed forms and attacks that were named stay.
-So does `swift` where no closed form applies to the control.
+Where no closed form applies to the control, as many steps of `ig` as fit take the place of `swift`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradveil.attacks.base import ClosedForm
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate, wall_seconds
-from gradveil.auditing.plan import Cell, expected_power, make_plan
+from gradveil.auditing.plan import Cell, cost_of, expected_power, make_plan
 from gradveil.auditing.progress import clock_text
 from gradveil.auditing.spec import CONTROL, written
 from gradveil.core.errors import UserError
@@ -27,7 +27,8 @@ START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT = "swift"
-CHOSEN = ("victims", "budget", "without", "utility")  # settings of an audit
+LEAST_STEPS, MOST_STEPS = 10, 200  # of what replaces it; the budget shortens longer ones
+CHOSEN = ("attacks", "victims", "budget", "without", "utility")  # settings of an audit
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Settings:
     victims: int
     without: frozenset[str] = frozenset()
     utility: bool = True
+    steps: int = 0  # of `ig`, in place of `swift`
 
 
 class Fit:
@@ -56,7 +58,16 @@ class Fit:
         share = settings.victims / self.case.spec.victims
         kept = [cell for cell in self.cells if self._kept(cell, settings)]
         seconds = {cell.key: self.times[cell.key].for_share(share) * self.slowness for cell in kept}
-        return START + wall_seconds(kept, seconds, self.workers)
+        return START + wall_seconds(kept, seconds, self.workers) + settings.steps * self._seconds_per_step(settings)
+
+    def _seconds_per_step(self, settings: Settings) -> float:
+        """On the clock: of one iteration of a first-order attack under every defense."""
+        share, total = settings.victims / self.case.spec.victims, 0.0
+        for cell in self.cells:
+            if cell.attack == SWIFT and self.times[cell.key].reason is None:
+                cost = cost_of(self.case, cell)
+                total += self.times[cell.key].for_share(share) / max(1, cost.iterations * cost.rows)
+        return total * self.slowness / self.workers
 
     @staticmethod
     def _kept(cell: Cell, settings: Settings) -> bool:
@@ -98,8 +109,16 @@ class Fit:
                 settings = replace(settings, utility=False)
             else:
                 settings = replace(settings, without=settings.without | {change})
-        needed = self.seconds(settings)
-        return settings if needed <= limit else needed
+        if self.seconds(settings) <= limit:
+            return settings
+        shorter = replace(settings, without=settings.without | {SWIFT})
+        least = self.seconds(replace(shorter, steps=LEAST_STEPS))
+        if SWIFT in last or not self.attacks(lambda name: name == SWIFT) or not self._seconds_per_step(shorter):
+            return self.seconds(settings)
+        if least > limit:
+            return least
+        steps = int((limit - self.seconds(shorter)) / self._seconds_per_step(shorter))
+        return replace(shorter, steps=min(MOST_STEPS, steps))
 
     def _least_victims(self) -> int:
         """As many as a verdict needs: to see a leak of half of the images."""
@@ -124,10 +143,13 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> tuple[Case
     changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}
     if not chosen.utility:
         changes["utility"] = None
+    if chosen.steps:
+        changes["attacks"] = (*asked.attacks, f"ig:steps={chosen.steps}")
     left = [*kept, *(["the accuracy"] if not chosen.utility else [])]
     left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
     victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
     text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "
+    text += f"ig with {plural(chosen.steps, 'step')} in place of {SWIFT}; " if chosen.steps else ""
     text += f"expected to take {clock_text(tried.seconds(chosen))}"
     same = case.spec.model_copy(update=changes) == case.spec
     return case if same else Case(case.spec.model_copy(update=changes)), text

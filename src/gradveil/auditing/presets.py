@@ -30,9 +30,9 @@ PRESETS: dict[str, RealFederation] = {
     ),
     "medical-resnet": RealFederation(
         "hospitals: ResNet18 with BatchNorm on 64×64 scans, 2 epochs, BatchNorm's statistics sent too",
-        "Hatamizadeh et al. 2022 (arXiv 2202.06924): batch 8, ResNet18, FedAvg. Here 16 images per client, width 4 of 64.",
+        "Hatamizadeh et al. 2022 (arXiv 2202.06924): batch 8, ResNet18, FedAvg. Here 8 images per client, width 4 of 64.",
         {
-            **{"data": "mednist", "model": "resnet18:width=4", "batch_size": 16, "local_batch_size": 8, "local_epochs": 2},
+            **{"data": "mednist", "model": "resnet18:width=4", "batch_size": 8, "local_batch_size": 8, "local_epochs": 2},
             **{"local_optimizer": "sgd:momentum=0.9", "local_lr": 0.01, "sends_statistics": True, "victims": 4},
         },
     ),

@@ -1,5 +1,6 @@
 """`gradveil audit`: what can be rebuilt from the updates, under every defense and attack."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from gradveil.auditing.estimate import CellTime, Estimate, wall_seconds
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import expected_power, make_plan
 from gradveil.auditing.progress import display_on
+from gradveil.auditing.replay import replayed_rounds
 from gradveil.auditing.run import Stopped, default_folder, identity_of, run_audit
 from gradveil.auditing.spec import AuditSpec, make_spec, read_spec
 from gradveil.cli.options import Given, Quiet
@@ -28,6 +30,9 @@ from gradveil.report.words import needed_sentence, seconds_text, visible
 from gradveil.storage.run_folder import RunFolder
 
 CANNOT_TELL_CODE = 3  # a gate that is green on an audit that cannot tell would be worse than none
+
+
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 @settings
@@ -71,6 +76,7 @@ def command(
     gate: Gate,
     *,
     preset: Annotated[str | None, typer.Option(help="A real federation: `gradveil list presets`.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Rounds that gradveil.flower.capture wrote: audit those.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with an audit; options replace its keys.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show the cells and an estimate, and stop.")] = False,
     quiet: Quiet = False,
@@ -82,7 +88,27 @@ def command(
     Example: gradveil audit --data mnist-5k --model lenet --defense prune:ratio=0.9 --victims 8 --out runs/mine
     """
     values = {**({} if preset is None else {"preset": preset}), **spec}
-    audit = make_spec(values) if config is None else read_spec(config, **values)
+    if replay is None:
+        return _one(make_spec(values) if config is None else read_spec(config, **values), execution, gate, plan, quiet)
+    rounds = replayed_rounds(replay, values)
+    if gate.junit is not None and len(rounds) > 1:
+        raise UserError(
+            f"--junit holds one audit, and {replay} has {len(rounds)} rounds: name one, {replay}/{next(iter(rounds))}."
+        )
+    codes = []
+    for name, chosen in rounds.items():
+        audit = make_spec(chosen) if config is None else read_spec(config, AuditSpec, **chosen)
+        if not quiet:
+            typer.echo(f"\n{name}: {audit.local_training.in_words(audit.batch_size)}; victims of {audit.batch_size} images")
+        out = execution.out and (execution.out / name if len(rounds) > 1 else execution.out)
+        codes.append(_one(audit, replace(execution, out=out), gate, plan, quiet))
+        if codes[-1] == INTERRUPTED:
+            break
+    return next((code for code in (INTERRUPTED, 1, CANNOT_TELL_CODE) if code in codes), 0)
+
+
+def _one(audit: AuditSpec, execution: Execution, gate: Gate, plan: bool, quiet: bool) -> int:
+    """One audit: its plan, or its run, report and exit code."""
     conditions = gate.conditions(audit)
     case = Case(audit)
     if plan:
@@ -93,7 +119,7 @@ def command(
         report = Report.written(*run, audit.picture_mode)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
-        return 130
+        return INTERRUPTED
     if not quiet:
         print_summary(report.summary, Console())
         typer.echo(f"\nReport: {report.folder / 'report.html' if report.folder else ''}")
