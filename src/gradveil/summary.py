@@ -221,14 +221,25 @@ class Worst(ScoreStatistics):
 
 
 class UtilityRow(Record):
-    """What the defense costs in federated training."""
+    """What the defense costs in federated training. Accuracies are means over seeds, of the last rounds of each."""
 
     acc_test: float | None
     acc_train: float | None
     acc_sensitive: float | None  # on the images of the defended clients
     seconds_per_round: float | None
     pdm: float | None  # percent of the undefended test accuracy that is lost
+    std: float | None = None  # of that loss over seeds, each against the undefended training of the same seed
+    low: float | None = None  # 95% interval of the loss; None: one seed
+    high: float | None = None
     overhead: float | None  # time of a round against the undefended one
+    acc_absent: float | None = None  # undefended, without the clients that would be defended; None: there are no others
+    model: StorableText
+    audited_model: bool
+    scope: StorableText  # how it was trained
+    seeds: int
+    rounds: int
+    lr: float
+    server_lr: float  # chosen on validation images; FedSGD multiplies both learning rates
 
 
 class DefenseRow(Record):

@@ -6,21 +6,21 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradveil import models
 from gradveil.attacks.base import Attack, Target
 from gradveil.attacks.budget import row_bytes
 from gradveil.attacks.unit_length import least_agreement
 from gradveil.auditing.case import Case
+from gradveil.auditing.cost import CURVES, CostTrainings
 from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
 from gradveil.auditing.plan import Cell
-from gradveil.auditing.spec import CONTROL, UtilityTraining
+from gradveil.auditing.spec import CONTROL
+from gradveil.auditing.utility import CLIENTS, IMAGES
 from gradveil.auditing.work import Work, one_thread
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError, one_line
@@ -33,7 +33,7 @@ from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update, widened
 from gradveil.core.update_change import mean_change, update_change
 from gradveil.defenses.base import Defense, Setup
-from gradveil.federation import CentralPlan, History, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, train, train_central
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
 from gradveil.metrics.direct_look import direct_look
 from gradveil.processes.scheduler import OutOfMemory
@@ -334,28 +334,18 @@ def _train(work: Work) -> Result:
         plan, cache = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed), work.folder.cache
         training = partial(train_central, loss=case.loss, cache=cache, progress=work.stage)
         return Outcome(), training(case.server, case.data, work.defense, plan)
-    history = _federated(work, case.server, UtilityTraining(rounds=spec.trained_rounds))
-    return Outcome(history=_curves(history)), history.state
+    clients = min(CLIENTS, len(case.data.private))
+    images = min(IMAGES // CLIENTS, len(case.data.private) // clients)
+    federation = FederationPlan(rounds=spec.trained_rounds, clients=clients, images_per_client=images, seed=spec.seed)
+    folder, loss = work.folder.cache, spec.loss
+    history = train(case.server, case.data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
+    return Outcome(history={name: tuple(getattr(history, name)) for name in CURVES}), history.state
 
 
 def _utility(work: Work) -> Result:
-    data, training = work.case.data, work.case.spec.utility
+    training = work.case.spec.utility
     assert training is not None
-    seed = work.case.spec.seed
-    module = models.build(training.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
-    history = _federated(work, module, training)
-    return Outcome(history=_curves(history), events=tuple(asdict(event) for event in history.events)), None
-
-
-def _federated(work: Work, module: nn.Module, training: UtilityTraining) -> History:
-    case = work.case
-    plan, cache = training.plan(len(case.data.private), case.spec.seed), work.folder.cache
-    return train(module, case.data, work.defense, plan, loss=case.spec.loss, cache=cache, progress=work.stage)
-
-
-def _curves(history: History) -> dict[str, tuple[float | None, ...]]:
-    names = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
-    return {name: tuple(getattr(history, name)) for name in names}
+    return CostTrainings(work, training).run(), None
 
 
 _COMPUTE: dict[str, Callable[[Work], Result]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from gradveil import attacks as attack_methods
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
 from gradveil.auditing.presets import preset
+from gradveil.auditing.utility import UtilityTraining
 from gradveil.core.errors import UserError, shown, unknown
 from gradveil.core.gradients import Loss
 from gradveil.core.local_training import LocalTraining
@@ -22,7 +24,6 @@ from gradveil.core.settings import first_error
 from gradveil.core.types import Level, Mode
 from gradveil.data.catalogue import NAMED_SETS
 from gradveil.defenses.base import Defense
-from gradveil.federation import FederationPlan
 from gradveil.storage.reading import read_yaml
 
 SUITE = "standard"
@@ -35,28 +36,6 @@ FIRST = ("gaussian:std=1.0", "prune:ratio=0.9", "soteria")
 OUTSIDE_CASE = "outside the case"
 
 PictureMode = Literal["none", "blurred", "shown"]
-
-
-class UtilityTraining(BaseModel):
-    """The federated training that measures what a defense costs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rounds: int = Field(20, ge=1, description="Rounds of that training.")
-    clients: int = Field(10, ge=1, description="Its clients.")
-    images: int = Field(200, ge=1, description="Images per client.")
-    model: str = Field("cnn", description="Its model.")
-    lr: float = Field(0.05, gt=0, description="Its learning rate.")
-    # Defenses that craft images cost much.
-    defended: Literal["all"] | Annotated[int, Field(ge=1)] = Field("all", description="all, or how many clients.")
-
-    def plan(self, available: int, seed: int) -> FederationPlan:
-        """As many clients and images as asked for, or as `available` images allow."""
-        clients = min(self.clients, available)
-        images = min(self.images, available // clients)
-        return FederationPlan(
-            rounds=self.rounds, clients=clients, images_per_client=images, lr=self.lr, defended=self.defended, seed=seed
-        )
 
 
 class AuditSpec(BaseModel):
@@ -141,7 +120,9 @@ class AuditSpec(BaseModel):
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
         if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):
             raise UserError("give --local-steps, or --local-epochs and --local-batch-size, not both.")
-        self.local_training  # noqa: B018 (refuses what does not fit together)
+        training = self.local_training  # refuses what does not fit together, as the next line does
+        if self.utility:
+            self.utility.plan(training, self.batch_size, sys.maxsize, self.seed)
         return self
 
     @property

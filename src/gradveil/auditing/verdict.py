@@ -14,6 +14,7 @@ from gradveil import __version__
 from gradveil.attacks.suite import Counters, is_countered
 from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
+from gradveil.auditing.cost import utility_row
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
 from gradveil.auditing.spec import written
@@ -48,7 +49,6 @@ from gradveil.summary import (
     Doubt,
     LeakTest,
     Summary,
-    UtilityRow,
     Verdict,
     VictimWorst,
     Worst,
@@ -265,7 +265,7 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         test=test,
         look=look,
         warnings=(),
-        utility=_utility(_history(plan, cells, text), clean),
+        utility=utility_row(case, _history(plan, cells, text), clean),
         gradient=observed.gradient,
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
@@ -333,31 +333,3 @@ def _history(plan: Plan, cells: Cells, text: str) -> StoredCell | None:
     """The federated training under a defense, if it was asked for and worked."""
     trained = [cells[c.key] for c in plan.of("utility", text)]
     return trained[0] if trained and trained[0].status == "ok" else None
-
-
-def _utility(trained: StoredCell | None, clean: StoredCell | None) -> UtilityRow | None:
-    """Accuracies after the last round, and what they and a round's time are against the undefended training."""
-    if trained is None:
-        return None
-    kept = _ratio(_last(trained, "acc_test"), _last(clean, "acc_test"))
-    return UtilityRow(
-        acc_test=_last(trained, "acc_test"),
-        acc_train=_last(trained, "acc_train"),
-        acc_sensitive=_last(trained, "acc_sensitive"),
-        seconds_per_round=_round_seconds(trained),
-        pdm=None if kept is None else 100 * (1 - kept),
-        overhead=_ratio(_round_seconds(trained), _round_seconds(clean)),
-    )
-
-
-def _last(trained: StoredCell | None, curve: str) -> float | None:
-    return (trained.history[curve] or (None,))[-1] if trained else None
-
-
-def _round_seconds(trained: StoredCell | None) -> float | None:
-    seconds = [s for s in trained.history["seconds_per_round"] if s is not None] if trained else []
-    return sum(seconds) / len(seconds) if seconds else None
-
-
-def _ratio(value: float | None, of: float | None) -> float | None:
-    return value / of if value is not None and of else None

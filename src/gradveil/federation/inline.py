@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 from torch import nn
 
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss
+from gradveil.core.loops import Loop
 from gradveil.core.losses import DEFAULT, find_loss, loss_name
 from gradveil.core.progress import Progress
 from gradveil.core.types import Tensors
@@ -60,15 +62,17 @@ def train(
 
 def inline(federation: Federation) -> Engine:
     """Build all clients; a client that raises an error in a round misses only that round."""
-    participants = [federation.participant(k) for k in range(federation.plan.clients)]
+    participant = cache(federation.participant)
+    for k in Loop(federation.plan.clients, shared=True):
+        participant(k)
 
     def collect(state: Tensors, round: int, chosen: Sequence[int]) -> list[Reply | Failure]:
         replies: list[Reply | Failure] = []
-        for k in chosen:
-            began = time.perf_counter()
+        for place in Loop(len(chosen), shared=True):
+            k, began = chosen[place], time.perf_counter()
             try:
                 with at_most(federation.plan.deadline):
-                    reply = participants[k].reply(state, round)
+                    reply = participant(k).reply(state, round)
             except OutOfTime as error:
                 replies.append(Failure(k, str(error)))
                 continue

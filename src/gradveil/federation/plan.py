@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from gradveil.core.errors import UserError
-from gradveil.core.local_training import LocalTraining
+from gradveil.core.local_training import LocalTraining, optimizer
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Mode
@@ -37,7 +37,8 @@ class FederationPlan(SGDPlan):
     sampled: int | None = Field(default=None, ge=1, description="Clients that take part in a round. [all]")
     partition: str = Field(default="iid", description="iid, dirichlet:alpha=X, classes:per_client=N")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's images per round.")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Of local training; momentum is SGD's.")
+    optimizer: str = Field(default="sgd", description="Of local training: adam, adamw, sgd:momentum=0.9,nesterov=true")
+    server_lr: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Factor on the server's step.")
     accumulate: int = Field(default=1, ge=1, description="Mini-batches per step of the optimizer.")
     mode: Mode = Field(default="train", description="What dropout and BatchNorm do on clients: train or eval.")
     frozen: tuple[str, ...] = Field(default=(), description="Parameters that are not trained, such as 'features.*'; repeat.")
@@ -58,6 +59,7 @@ class FederationPlan(SGDPlan):
         if self.fedsgd and (self.local_epochs, self.optimizer, self.accumulate) != (1, "sgd", 1):
             raise UserError("FedSGD sends one gradient per round, so there is no local training to set.")
         schedule(self.schedule)  # refuses one that there is not
+        optimizer(self.optimizer)
 
     @property
     def num_defended(self) -> int:
@@ -72,12 +74,13 @@ class FederationPlan(SGDPlan):
         if self.fedsgd:
             return common
         momentum = f"momentum={self.momentum}," if self.optimizer == "sgd" else ""
+        text = self.optimizer if ":" in self.optimizer else f"{self.optimizer}:{momentum}weight_decay={self.weight_decay}"
         return dataclasses.replace(
             common,
             epochs=self.local_epochs,
             batch_size=self.batch_size,
             lr=self.learning_rate(round),
-            optimizer=f"{self.optimizer}:{momentum}weight_decay={self.weight_decay}",
+            optimizer=text,
             accumulate=self.accumulate,
         )
 

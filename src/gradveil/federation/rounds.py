@@ -165,7 +165,7 @@ class Server:
             return [*events, Event(round + 1, None, "no update was left; the state stays")]
         mean = {n: _average([(r.update.tensors[n], r.update.examples) for r in usable]) for n in parameters}
         step = self._sgd_step(parameters, mean, round) if self.plan.fedsgd else mean
-        moved = {name: (p.double() + step[name]).to(p.dtype) for name, p in parameters.items()}
+        moved = {name: (p.double() + self.plan.server_lr * step[name]).to(p.dtype) for name, p in parameters.items()}
         sent = {n: [(r.buffers[n], r.update.examples) for r in usable if n in r.buffers] for n in buffers}
         averaged = {n: _average(values).to(buffers[n]) for n, values in sent.items() if values}
         self.state = {**self.state, **moved, **averaged}  # a new dictionary: clients may still hold the last one

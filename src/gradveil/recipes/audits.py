@@ -114,7 +114,8 @@ class RecipeAudit:
         if not measured:
             return "not measured in this round"
         training = self.case.spec.utility
-        tested = training.images if training and cell.figure == "acc_sensitive" else len(self.case.data.test)
+        held = training.images if training and cell.figure == "acc_sensitive" else None
+        tested = held or len(self.case.data.test)
         accuracy = accuracy_value(measured[-1], tested)
         if cell.figure != "pdm":
             return accuracy

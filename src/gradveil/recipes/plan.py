@@ -77,8 +77,9 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[PlannedWork]:
             steps = sum(victims * _steps(attack, spec.model, facts, spec.budget) for _, attack in pairs)
             add(f"{title}, attacks", len(pairs), steps, "attacks", spec.model, facts, spec.batch_size)
         if trained and (training := spec.utility):
-            images = len(trained) * training.rounds * training.clients * training.images
-            add(f"{title}, trainings of {training.model}", len(trained), images, "training", training.model, facts)
+            plan = training.plan(spec.local_training, spec.batch_size, facts.private, spec.seed)
+            model, images = training.model or spec.model, plan.rounds * plan.clients * (plan.images_per_client or 0)
+            add(f"{title}, trainings of {model}", len(trained), len(trained) * images, "training", model, facts)
     for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
         measurement = scaled.measures[name]
         facts = _facts(measurement.data, scaled.scale)

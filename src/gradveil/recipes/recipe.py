@@ -38,6 +38,24 @@ TRAINING_METRICS = ("acc_test", "acc_train", "acc_sensitive", "pdm")
 METRICS = (*ATTACK_METRICS, *UPDATE_METRICS, *TRAINING_METRICS)
 STATISTICS = ("mean", "std", "min", "max")
 
+# The training of recipes, unless they state it: one of a small network, at one learning rate.
+TRAINING: dict[str, JsonValue] = {
+    "model": "cnn",
+    "seeds": 1,
+    "lr_grid": "1",
+    "rounds": 20,
+    "clients": 10,
+    "images": 200,
+    "fedsgd": False,
+    "local_epochs": 1,
+    "batch_size": 64,
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "lr": 0.05,
+    "mode": "train",
+    "evaluate_every": 1,
+}
+
 Tree = dict[str, JsonValue]
 Printed = int | float | tuple[int | float, int | float] | None  # a number, or mean and spread, or nothing
 T = TypeVar("T")
@@ -174,7 +192,10 @@ class Scaled:
             used = [cell for cell in self.wanted() if cell.audit == name]
             defenses = list(dict.fromkeys(cell.defense for cell in used)) or [CONTROL]
             attacks = list(dict.fromkeys(cell.attack for cell in used if cell.attack)) or ["ig"]
-            specs[name] = make_spec({**shared, **settings, "defenses": defenses, "attacks": attacks})
+            stated = {**shared, **settings}
+            if isinstance(training := stated.get("utility"), dict):
+                stated["utility"] = {**TRAINING, **training}
+            specs[name] = make_spec({**stated, "defenses": defenses, "attacks": attacks})
         return specs
 
     def wanted(self) -> Iterator[TableCell]:

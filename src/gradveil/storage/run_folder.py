@@ -54,6 +54,9 @@ class CellName(Protocol):
     def attack(self) -> str: ...
 
 
+Curve = tuple[float | None, ...]  # one value per round or step; None: not measured
+
+
 class Outcome(Record):
     """What a cell came to. Each kind of cell fills in its own fields."""
 
@@ -73,8 +76,13 @@ class Outcome(Record):
     agreement: float | None = None  # observe: with the undefended updates up to their size, at the least; 1 is equal
     zero_updates: int = 0  # observe
     broken_updates: int = 0  # observe: not finite
-    history: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # attack, train, utility: curves
+    history: dict[str, Curve] = Field(default_factory=dict)  # attack, train, utility: curves
+    server_lr: float | None = None  # utility: the one that was chosen
     events: tuple[dict[str, int | StorableText | None], ...] = ()  # utility
+
+    def by_seed(self, curve: str) -> list[Curve]:
+        """The curves of this name of all trainings; the number of a later one stands behind the name."""
+        return [values for name, values in self.history.items() if name.partition("@")[0] == curve]
 
 
 class StoredCell(Outcome):

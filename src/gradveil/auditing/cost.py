@@ -1,0 +1,207 @@
+"""What a defense costs: federated trainings of the audited model under it, at a learning rate of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from scipy.special import stdtrit
+from torch import nn
+
+from gradveil import models
+from gradveil.auditing.case import Case
+from gradveil.auditing.spec import CONTROL
+from gradveil.auditing.utility import LAST, VALIDATION, UtilityTraining, in_words
+from gradveil.auditing.work import Work
+from gradveil.core.errors import UserError
+from gradveil.core.loops import Loop
+from gradveil.core.randomness import generator
+from gradveil.core.settings import settings
+from gradveil.data import DataSet
+from gradveil.federation import FederationPlan, History, train
+from gradveil.storage.run_folder import Curve, Outcome, StoredCell
+from gradveil.summary import UtilityRow
+
+CURVES = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
+
+
+@settings
+class WithoutDefended(FederationPlan):
+    """The same federation, but the clients that would be defended never take part."""
+
+    def chosen(self, round: int) -> list[int]:
+        return [client for client in super().chosen(round) if client >= self.num_defended]
+
+
+class CostTrainings:
+    """The trainings of one utility cell. Those of one seed differ between cells in nothing but the defense."""
+
+    def __init__(self, work: Work, training: UtilityTraining):
+        self.work, self.case, self.training = work, work.case, training
+        self._plan = utility_plan(work.case)
+        self._short = dataclasses.replace(self._plan, rounds=-(-self._plan.rounds // 2))
+        self._tried = len(training.factors) if len(training.factors) > 1 else 0
+        # Without the defended clients is another question only where others remain, and the same for every defense.
+        self._absent = work.cell.defense == CONTROL and self._plan.num_defended < self._plan.clients
+        rounds = training.seeds * (1 + self._absent) * self._plan.rounds
+        self._done, self._rounds = 0, rounds + self._tried * self._short.rounds
+
+    def run(self) -> Outcome:
+        """The curves of later trainings of the same kind have their number behind the name."""
+        curves: dict[str, Curve] = {}
+        server_lr = self._choose(curves)
+        events: list[dict[str, int | str | None]] = []
+        for turn in Loop(self.training.seeds, shared=True):
+            plan = dataclasses.replace(self._plan, seed=self._plan.seed + turn, server_lr=server_lr)
+            number = f"@{turn}" if turn else ""
+            history = self._train(turn, plan, self.case.data)
+            curves |= {f"{name}{number}": tuple(getattr(history, name)) for name in CURVES}
+            events += [{**asdict(event), "seed": plan.seed} for event in history.events]
+            if self._absent:
+                absent = WithoutDefended(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
+                curves[f"acc_absent{number}"] = tuple(self._train(turn, absent, self.case.data).acc_test)
+        return Outcome(history=curves, events=tuple(events), server_lr=server_lr)
+
+    def _choose(self, curves: dict[str, Curve]) -> float:
+        """The server's learning rate with the best accuracy on validation images, after half of the rounds."""
+        factors, best = self.training.factors, (-1.0, 1.0)
+        if not self._tried:
+            return factors[0]
+        data, plan = _with_validation(self.case.data, self._short)
+        for place in Loop(self._tried, shared=True):
+            curve = self._train(0, dataclasses.replace(plan, server_lr=factors[place]), data).acc_test
+            curves[f"acc_validation@{factors[place]:g}"] = tuple(curve)
+            accuracy = last_mean(tuple(curve))
+            best = max(best, (-1.0 if accuracy is None else accuracy, factors[place]), key=lambda pair: pair[0])
+        return best[1]
+
+    def _train(self, turn: int, plan: FederationPlan, data: DataSet) -> History:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage.startswith("training"):
+                self.work.progress(self._done + done, self._rounds)
+
+        module, loss, cache = self._module(turn), self.case.spec.loss, self.work.folder.cache
+        history = train(module, data, self.work.defense, plan, loss=loss, cache=cache, progress=progress)
+        self._done += plan.rounds
+        return history
+
+    def _module(self, turn: int) -> nn.Module:
+        """The audited model, or another. Later trainings begin with other weights, unless the weights are the user's."""
+        spec, data = self.case.spec, self.case.data
+        name = self.training.model or spec.model
+        if self.training.model is None and (spec.weights is not None or not isinstance(name, str)):
+            return self.case.server
+        return models.build(name, input_shape=data.input_shape, num_classes=data.num_classes, seed=spec.seed + turn)
+
+
+def utility_plan(case: Case) -> FederationPlan:
+    """The first training that measures the cost in this case."""
+    assert case.spec.utility is not None
+    return case.spec.utility.plan(case.training, case.spec.batch_size, len(case.data.private), case.spec.seed)
+
+
+def last_mean(curve: Curve) -> float | None:
+    """The mean of the last values that were measured: single ones change much from round to round."""
+    measured = [value for value in curve if value is not None][-LAST:]
+    return sum(measured) / len(measured) if measured else None
+
+
+def _with_validation(data: DataSet, plan: FederationPlan) -> tuple[DataSet, FederationPlan]:
+    """The data with some of the clients' images in place of the test part, and the plan for those that remain.
+
+    Clients become fewer where only some take part in a round, so that each holds as many images; else each holds fewer.
+    """
+    clients, images = plan.clients, plan.images_per_client or 1
+    held = data.private[: clients * images]
+    order = torch.randperm(len(held), generator=generator(plan.seed, "validation"))
+    count = max(1, round(VALIDATION * len(held)))
+    rest = held[order[count:].sort().values]
+    if plan.sampled is not None or images * (1 - VALIDATION) < 1:
+        clients = len(rest) // images
+    else:
+        images = len(rest) // clients
+    if not clients or not images:
+        raise UserError("the clients hold too few images to choose a learning rate; set --utility-lr-grid 1.")
+    smaller = dataclasses.replace(
+        plan,
+        clients=clients,
+        images_per_client=images,
+        sampled=None if plan.sampled is None else min(plan.sampled, clients),
+        defended=plan.defended if plan.defended == "all" else min(plan.num_defended, clients),
+    )
+    return dataclasses.replace(data, private=rest, test=held[order[:count]]), smaller
+
+
+# -- the row of a summary ----------------------------------------------------------------------------------------------
+
+
+def utility_row(case: Case, trained: StoredCell | None, clean: StoredCell | None) -> UtilityRow | None:
+    """Accuracies, and what they and a round's time are against the undefended trainings of the same seeds."""
+    training = case.spec.utility
+    if trained is None or training is None:
+        return None
+    plan = utility_plan(case)
+    accuracy, undefended = (_accuracies(cell, "acc_test") for cell in (trained, clean))
+    kept = _ratio(_mean(accuracy), _mean(undefended))
+    loss = PairedLoss.of(accuracy, undefended)
+    return UtilityRow(
+        acc_test=_mean(accuracy),
+        acc_train=_mean(_accuracies(trained, "acc_train")),
+        acc_sensitive=_mean(_accuracies(trained, "acc_sensitive")),
+        seconds_per_round=_round_seconds(trained),
+        pdm=None if kept is None else 100 * (1 - kept),
+        std=loss.std if loss else None,
+        low=loss.low if loss else None,
+        high=loss.high if loss else None,
+        overhead=_ratio(_round_seconds(trained), _round_seconds(clean)),
+        acc_absent=_mean(_accuracies(clean, "acc_absent")),
+        model=training.model or case.names["model"],
+        audited_model=training.model is None,
+        scope=in_words(plan),
+        seeds=training.seeds,
+        rounds=plan.rounds,
+        lr=plan.lr,
+        server_lr=trained.server_lr or 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class PairedLoss:
+    """How the lost percent of the undefended accuracy varies over seeds, each paired with its undefended training."""
+
+    std: float
+    low: float  # Student's 95% interval of the mean
+    high: float
+
+    @classmethod
+    def of(cls, defended: Sequence[float], undefended: Sequence[float]) -> PairedLoss | None:
+        """None for one seed, which tells nothing of the spread, or where a training has no accuracy."""
+        if len(defended) != len(undefended) or len(defended) < 2 or not sum(undefended):
+            return None
+        lost = 100 * (np.array(undefended) - np.array(defended)) / np.mean(undefended)
+        std, count = float(lost.std(ddof=1)), len(lost)
+        half = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+        return cls(std, float(lost.mean()) - half, float(lost.mean()) + half)
+
+
+def _accuracies(trained: StoredCell | None, curve: str) -> list[float]:
+    """Per seed, at the end of its training."""
+    curves = trained.by_seed(curve) if trained else []
+    return [mean for values in curves if (mean := last_mean(values)) is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
+
+
+def _round_seconds(trained: StoredCell | None) -> float | None:
+    return _mean([seconds for curve in trained.by_seed("seconds_per_round") for seconds in curve]) if trained else None
+
+
+def _ratio(value: float | None, of: float | None) -> float | None:
+    return value / of if value is not None and of else None
