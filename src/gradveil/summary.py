@@ -68,6 +68,7 @@ RejectionCode = Literal[
     "coarse-test",
     "cost-not-measured",
     "too-costly",
+    "uncertain-cost",
     "near-chance",
     "costs-more",
 ]
@@ -296,6 +297,11 @@ class DefenseRow(Record):
     @property
     def loss(self) -> float | None:
         return self.utility.pdm if self.utility else None
+
+    @property
+    def most_lost(self) -> float | None:
+        """The upper end of the interval of the loss; the loss itself where there is none."""
+        return self.utility.high if self.utility and self.utility.high is not None else self.loss
 
     @property
     def overhead(self) -> float | None:

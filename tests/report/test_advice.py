@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from advised import method
 from pydantic import model_validator
-from test_words import TEST, defense, row
+from test_words import TEST, TRAINED, defense, row
 
 from gradveil.auditing import advice
 from gradveil.auditing.advice import Evidence, advise
@@ -61,7 +61,7 @@ def spec_of(step: NextStep) -> AuditSpec:
 
 def test_noise_at_chance_accuracy_on_four_victims_is_not_recommended() -> None:
     learnt_nothing = {"acc_test": 0.17, "pdm": 2.0, "overhead": 1.0, "acc_train": None, "acc_sensitive": None}
-    noise = held("gaussian:std=1.0", worst=worst(4), utility={**learnt_nothing, "seconds_per_round": None})
+    noise = held("gaussian:std=1.0", worst=worst(4), utility={**learnt_nothing, "seconds_per_round": None, **TRAINED})
     rows = [control(), noise]
     evidence = Evidence(AuditSpec(victims=4), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 1 / 6, 2500)
     outcome = advise(evidence)

@@ -20,6 +20,10 @@ def row(spec: str = "ig", **fields: Any) -> dict[str, Any]:
     return {"spec": spec, **facts, "seconds": 1.0, "iterations": 1, "error": None, **fields}
 
 
+TRAINED = {
+    "model": "lenet", "audited_model": True, "scope": "FedSGD, 10 clients", "seeds": 3, "rounds": 20, "lr": 0.05,
+    "server_lr": 1.0,
+}  # fmt: skip
 TEST = {
     "statistic": 9.0, "null_mean": 2.0, "p": 0.001, "level": 0.05, "draws": 999, "strangers": 40, "untested": 0,
     "smallest_p": 0.001, "control_rate": 1.0, "control_null": 0.02, "power": 1.0, "detectable": 0.2,
@@ -29,7 +33,7 @@ TEST = {
 def defense(spec: str, verdict: str, pdm: float | None = None, **fields: Any) -> DefenseRow:
     rate = {"rate": 1.0, "low": 0.63, "high": 1.0} if verdict == "leaks" else {"rate": 0.0, "low": 0.0, "high": 0.37}
     cost = None if pdm is None else {"acc_test": 0.9 * (1 - pdm / 100), "pdm": pdm, "overhead": 1.5}
-    unmeasured = {"acc_train": None, "acc_sensitive": None, "seconds_per_round": None}
+    unmeasured = {"acc_train": None, "acc_sensitive": None, "seconds_per_round": None, **TRAINED}
     given = {
         "spec": spec,
         "verdict": verdict,

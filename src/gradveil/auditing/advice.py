@@ -5,7 +5,7 @@ defense, on enough victims, at a measured and tolerable cost. docs/verdicts.md s
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,12 @@ class Evidence:
         leaks = self.control is not None and self.control.verdict == LEAKS
         return leaks and test is not None and test.control_rate - test.control_null >= LEAST_EXCESS
 
+    def near_chance(self, row: DefenseRow | None) -> bool:
+        """Whether the model was measured and has learnt next to nothing."""
+        if row is None or row.accuracy is None or self.chance is None:
+            return False
+        return row.accuracy < self.chance + LEAST_LEARNT * (1 - self.chance)
+
     def images(self, row: DefenseRow) -> int:
         """Images that took part in the test."""
         return row.worst.scored - row.test.untested if row.worst and row.test else 0
@@ -102,7 +108,6 @@ def _reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
     if row.verdict == CANNOT_TELL:
         return ("cannot-tell",)
     unseen = row.test.detectable if row.test else None
-    least = None if evidence.chance is None else evidence.chance + LEAST_LEARNT * (1 - evidence.chance)
     applies: dict[RejectionCode, bool] = {
         "weak-control": not evidence.strong_control,
         "no-counter": row.verdict != NO_LEAK or not any(attack.adaptive and attack.ok for attack in row.attacks),
@@ -110,7 +115,8 @@ def _reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
         "coarse-test": unseen is None or unseen > MOST_UNSEEN,
         "cost-not-measured": row.loss is None or row.accuracy is None,
         "too-costly": row.loss is not None and row.loss > evidence.spec.max_loss,
-        "near-chance": least is not None and row.accuracy is not None and row.accuracy < least,
+        "uncertain-cost": row.loss is not None and row.loss <= evidence.spec.max_loss < (row.most_lost or 0.0),
+        "near-chance": evidence.near_chance(row),
     }
     return tuple(code for code, holds in applies.items() if holds)
 
@@ -134,7 +140,9 @@ def _steps(evidence: Evidence, reasons: Reasons) -> Iterator[NextStep]:
         return
     if not evidence.strong_control:
         yield _stronger_attacks(evidence)
-    open_rows = [row for row in evidence.audited if not {"leaks", "too-costly", "near-chance"} & set(reasons[row.spec])]
+    # Where the model learns nothing without a defense either, that is no fault of a defense.
+    final = {"leaks", "too-costly"} | (set[str]() if evidence.near_chance(evidence.control) else {"near-chance"})
+    open_rows = [row for row in evidence.audited if not final & set(reasons[row.spec])]
     if open_rows and evidence.strong_control:
         yield from _complete(evidence, open_rows, reasons)
     if not open_rows:
@@ -186,6 +194,10 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
     if evidence.spec.utility is None:
         changes["utility"] = True
         missing.append("the cost in accuracy")
+    else:
+        training = _longer_training(evidence, codes)
+        changes |= {"utility": evidence.spec.utility.model_copy(update=training)} if training else {}
+        missing += [f"{plural(count, what[:-1])} of the training" for what, count in training.items()]
     if changes:
         names = listing(row.spec for row in rows)
         yield _step(evidence, "complete-evidence", f"What is missing for {names}: {listing(missing)}.", **changes)
@@ -202,6 +214,16 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
     if not counters and not late and all("no-counter" in reasons[row.spec] for row in rows):
         names = listing(row.spec for row in rows)
         yield from _differential_privacy(evidence, f"No attack that is built to break {names} can be run here. ")
+
+
+def _longer_training(evidence: Evidence, codes: Collection[RejectionCode]) -> dict[str, int]:
+    """Seeds or rounds of the trainings that the cost needs."""
+    measured, changes = evidence.control.utility if evidence.control else None, dict[str, int]()
+    if measured and "uncertain-cost" in codes:
+        changes["seeds"] = 2 * measured.seeds
+    if measured and "near-chance" in codes:
+        changes["rounds"] = 4 * measured.rounds
+    return changes
 
 
 def _victims(evidence: Evidence, coarse: bool) -> int | None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from gradveil.core.results import Rate
 from gradveil.core.text import shorten
 from gradveil.report.words import digits, percent, rate_text
-from gradveil.storage.run_folder import StoredCell
+from gradveil.storage.run_folder import Curve, StoredCell
 from gradveil.summary import DefenseRow, Summary
 
 WIDTH, HEIGHT = 520, 380
@@ -185,9 +185,15 @@ class AccuracyChart(Axes):
     lines: list[AccuracyLine]
 
 
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean over seeds, where all were measured."""
+    rounds = [[value for value in values if value is not None] for values in zip(*curves, strict=False)]
+    return tuple(sum(values) / len(values) if len(values) == len(curves) else None for values in rounds)
+
+
 def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> AccuracyChart | None:
     """Of these defenses, in their order; a folder may hold cells of other audits too."""
-    histories = {cell.defense: cell.history.get("acc_test", ()) for cell in cells if cell.kind == "utility"}
+    histories = {cell.defense: _mean_curve(cell.by_seed("acc_test")) for cell in cells if cell.kind == "utility"}
     curves = {
         defense: curve
         for defense in defenses

@@ -56,6 +56,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     for defense in summary.defenses:
         if defense.test:
             console.print(Text(f"Test of {plain(defense.spec)}: {words.evidence_line(defense.test)}.", "dim"))
+    if scope := words.training_scope(summary):
+        console.print(Text(plain(scope), "dim"))
     if summary.victims_needed:
         console.print(Text(words.needed_sentence(summary.victims_needed), "dim"))
     advice = summary.recommendation

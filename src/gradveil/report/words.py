@@ -256,6 +256,10 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
         "coarse-test": f"a leak of {unseen} of the images could have stayed unseen (at most {percent(MOST_UNSEEN)} may)",
         "cost-not-measured": "its cost in accuracy was not measured",
         "too-costly": f"it loses {loss}% of the accuracy (at most {limit}% may be lost)",
+        "uncertain-cost": (
+            f"it loses {loss}% of the accuracy, but a loss of {digits(row.most_lost, 1)}% is not excluded "
+            f"(at most {limit}% may be lost)"
+        ),
         "near-chance": f"with it the model learns next to nothing (accuracy {percent(row.accuracy, 1)})",
         "costs-more": f"it loses more accuracy ({loss}%)",
     }[code]
@@ -280,10 +284,44 @@ def cost(summary: Summary, defense: DefenseRow) -> str:
     text = f"It costs {cost if defense.loss > 0 else 'no accuracy in this measurement'}"
     if defense.accuracy is not None:
         against = f" instead of {percent(clean, 1)} undefended" if clean is not None else ""
-        text += f" ({percent(defense.accuracy, 1)}{against})"
+        spread = f"; 95% interval of the loss: {loss_interval(defense)}" if loss_interval(defense) else ""
+        text += f" ({percent(defense.accuracy, 1)}{against}{spread})"
     if defense.overhead is not None:
         text += f" and a round takes {digits(defense.overhead, 1)} times as long"
+    if defense.utility is not None and not defense.utility.audited_model:
+        text += f". That is the cost of another model, {defense.utility.model}"
     return f"{text}."
+
+
+def loss_interval(defense: DefenseRow) -> str:
+    """`1.0% to 4.2%`; empty where only one seed was trained."""
+    measured = defense.utility
+    if measured is None or measured.low is None or measured.high is None:
+        return ""
+    return f"{digits(measured.low, 1)}% to {digits(measured.high, 1)}%"
+
+
+def learning_rate(defense: DefenseRow) -> str:
+    """The one of the clients, and the factor that was chosen for the server."""
+    measured = defense.utility
+    return NOTHING if measured is None else f"{measured.lr:g} × {measured.server_lr:g}"
+
+
+def training_scope(summary: Summary) -> str | None:
+    """How the cost was measured, in sentences; None where it was not."""
+    measured = next((row.utility for row in summary.defenses if row.utility), None)
+    if measured is None:
+        return None
+    which = "the audited model" if measured.audited_model else "another model than the audited one"
+    seeds = "one training" if measured.seeds == 1 else f"{measured.seeds} trainings, with the same seeds"
+    absent = "All clients are defended, so there is no training without them to compare with."
+    if measured.acc_absent is not None:
+        absent = f"Without the clients that would be defended, it reaches {percent(measured.acc_absent, 1)} undefended."
+    return (
+        f"The cost was measured by training {measured.model}, {which}: {measured.scope}; per defense {seeds}. Accuracies are "
+        "means of the last rounds. For each defense a factor on the server's learning rate was chosen on images of the clients "
+        f"that were held back: {'; '.join(f'{d.spec} {learning_rate(d)}' for d in summary.defenses if d.utility)}. {absent}"
+    )
 
 
 def assessment(summary: Summary) -> str:
