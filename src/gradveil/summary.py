@@ -60,35 +60,14 @@ Doubt = Literal[
 
 # Why a defense is not recommended; docs/verdicts.md explains each.
 RejectionCode = Literal[
-    "leaks",
-    "cannot-tell",
-    "weak-control",
-    "no-counter",
-    "few-victims",
-    "coarse-test",
-    "cost-not-measured",
-    "too-costly",
-    "uncertain-cost",
-    "near-chance",
-    "costs-more",
-]
+    "leaks", "cannot-tell", "weak-control", "no-counter", "few-victims", "coarse-test", "cost-not-measured", "too-costly",
+    "uncertain-cost", "near-chance", "costs-more",
+]  # fmt: skip
 StepCode = Literal[
-    "audit-defenses",
-    "stronger-attacks",
-    "more-private-images",
-    "failed-attacks",
-    "failed-training",
-    "more-time",
-    "complete-evidence",
-    "stronger-setting",
-    "setting-between",
-    "milder-setting",
-    "no-setting-left",
-    "differential-privacy",
-    "larger-batches",
-    "secure-aggregation",
-    "several-updates",
-]
+    "audit-defenses", "stronger-attacks", "more-private-images", "failed-attacks", "failed-training", "more-time",
+    "complete-evidence", "stronger-setting", "setting-between", "milder-setting", "no-setting-left", "differential-privacy",
+    "larger-batches", "secure-aggregation", "several-updates",
+]  # fmt: skip
 
 
 class Notice(Record):

@@ -197,7 +197,7 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
     else:
         training = _longer_training(evidence, codes)
         changes |= {"utility": evidence.spec.utility.model_copy(update=training)} if training else {}
-        missing += [f"{plural(count, what[:-1])} of the training" for what, count in training.items()]
+        missing += [f"{plural(count, unit[:-1])} of the training" for unit, count in training.items()]
     if changes:
         names = listing(row.spec for row in rows)
         yield _step(evidence, "complete-evidence", f"What is missing for {names}: {listing(missing)}.", **changes)
