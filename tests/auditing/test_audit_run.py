@@ -311,7 +311,7 @@ def test_batches_local_steps_repeated_updates_and_granted_secrets(digits, tmp_pa
 
 
 def test_a_trained_state_and_the_cost_in_accuracy(digits, tmp_path):
-    how = {"rounds": 2, "clients": 2, "images": 40, "model": "cnn"}
+    how = {"rounds": 2, "clients": 2, "images": 40, "model": "cnn", "seeds": 2, "fedsgd": False}
     values = {"defenses": "clip:norm=0.1", "attacks": "ig:steps=3", "trained_rounds": 1, "utility": how}
     none, clip = audit(digits, tmp_path / "run", **values).defenses
     assert none.utility.pdm == 0.0 and none.utility.overhead == 1.0
@@ -322,3 +322,4 @@ def test_a_trained_state_and_the_cost_in_accuracy(digits, tmp_path):
     assert not torch.equal(states[0]["fc.weight"], states[1]["fc.weight"])  # each is trained under itself
     curves = [c["history"]["acc_test"] for c in cells(tmp_path / "run", "utility")]
     assert [len(c) for c in curves] == [2, 2]
+    assert all("acc_test@1" in c["history"] and c["server_lr"] in (0.25, 1.0, 4.0) for c in cells(tmp_path / "run", "utility"))

@@ -9,10 +9,11 @@ import pytest
 from gradveil import attacks, defenses
 from gradveil.auditing.spec import AuditSpec
 from gradveil.core.errors import UserError
+from gradveil.federation import FederationPlan
 from gradveil.recipes.audits import RecipeAudit
 from gradveil.recipes.claims import Value
 from gradveil.recipes.plan import make_plan
-from gradveil.recipes.recipe import SCALES, TRAINING_METRICS, Recipe, Scale, TableCell, all_names, load
+from gradveil.recipes.recipe import SCALES, TRAINING_METRICS, Recipe, Scale, TableCell, all_names, chosen, load
 from gradveil.storage.run_folder import RunFolder
 
 PAPERS = {
@@ -75,6 +76,26 @@ def test_every_number_has_a_cell_in_its_audit(name: str, scale: Scale) -> None:
             assert cell == TableCell(measure=cell.measure, value=cell.value)  # of no audit
         elif not (cell.figure in TRAINING_METRICS and scaled.specs[cell.audit].utility is None):  # "not run"
             assert audit_of(scaled.specs[cell.audit]).key_of(cell)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_trainings_of_recipes_are_stated_in_full(scale: Scale) -> None:
+    """They are of one seed at one learning rate, whatever the audit's own local training is."""
+    number = 0
+    for name in all_names():
+        for audit, spec in load(name).at(scale).specs.items():
+            training, stated = spec.utility, load(name).audits[audit].get("utility")
+            if training is None:
+                continue
+            written = chosen(stated, scale)
+            assert isinstance(written, dict) and (training.seeds, training.factors) == (1, (1.0,))
+            names = {"images": "images_per_client"}
+            wanted = {"clients": 10, "images_per_client": 200, "seed": spec.seed}
+            wanted |= {names.get(key, key): value for key, value in written.items() if key != "model"}
+            assert training.model == written.get("model", "cnn")
+            assert training.plan(spec.local_training, spec.batch_size, 10**6, spec.seed) == FederationPlan(**wanted), name
+            number += 1
+    assert number > 10
 
 
 def test_a_cell_that_its_audit_has_not_is_told() -> None:

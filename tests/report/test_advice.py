@@ -305,3 +305,33 @@ def test_without_a_stronger_attack_the_words_say_so() -> None:
 def test_only_the_control_asks_for_defenses() -> None:
     (step,) = advised(control(), defenses=["none"]).next_steps
     assert step.code == "audit-defenses" and set(advice.FIRST) < set(spec_of(step).defenses)
+
+
+# -- the measured loss ---------------------------------------------------------------------------------------------------
+
+
+def with_interval(spec: str, loss: float, high: float) -> DefenseRow:
+    row = held(spec, loss)
+    assert row.utility is not None
+    return row.model_copy(update={"utility": row.utility.model_copy(update={"std": 1.0, "low": 0.0, "high": high})})
+
+
+def test_a_loss_that_may_be_too_large_is_not_recommended_but_measured_with_more_seeds() -> None:
+    outcome = advised(control(), with_interval("prune:ratio=0.9", 4.0, 12.0), utility={"lr": 0.2})
+    assert outcome.defense is None and reasons(outcome) == {"prune:ratio=0.9": ("uncertain-cost",)}
+    (step,) = outcome.next_steps
+    assert step.code == "complete-evidence" and step.reason.endswith("6 seeds of the training.")
+    assert step.command is not None and "--utility-seeds 6" in step.command and "--utility-lr 0.2" in step.command
+    assert advised(control(), with_interval("prune:ratio=0.9", 4.0, 9.9)).defense == "prune:ratio=0.9"
+    costly = advised(control(), with_interval("prune:ratio=0.9", 11.0, 30.0))
+    assert reasons(costly) == {"prune:ratio=0.9": ("too-costly",)}
+
+
+def test_where_the_undefended_model_learns_nothing_a_longer_training_is_next() -> None:
+    rows = [control(), held("prune:ratio=0.9", 0.0)]
+    rows = [r.model_copy(update={"utility": r.utility and r.utility.model_copy(update={"acc_test": 0.11})}) for r in rows]
+    outcome = advised(*rows, utility={"seeds": 2})
+    assert reasons(outcome) == {"prune:ratio=0.9": ("near-chance",)}
+    (step,) = outcome.next_steps
+    assert step.code == "complete-evidence" and step.reason.endswith("80 rounds of the training.")
+    assert step.command is not None and step.command.endswith("--utility --utility-seeds 2 --utility-rounds 80")

@@ -150,11 +150,14 @@ def _rows_of(
         else draw(st.sampled_from([clean, 0.99 * clean, 0.95 * clean, 0.85 * clean, 0.25, None]))
     )
     loss = None if accuracy is None or clean is None else 100 * (1 - accuracy / clean)
+    half = draw(st.sampled_from([None, 0.5, 8.0]))  # of the interval
+    bounds = {} if loss is None or half is None else {"std": half, "low": loss - half, "high": loss + half}
     row = DefenseRow(
         spec=text, stage=tuple(method.stages), counter=counters.accepted, claimed=counters.claimed, scope="the scope",
         verdict=verdict, doubts=doubts, test=test, warnings=(), gradient=GradientChange(cosine=0.5, noise_ratio=1.0),
         utility=None if accuracy is None else UtilityRow(
-            acc_test=accuracy, acc_train=None, acc_sensitive=None, seconds_per_round=1.0, pdm=loss, overhead=1.0
+            acc_test=accuracy, acc_train=None, acc_sensitive=None, seconds_per_round=1.0, pdm=loss, overhead=1.0,
+            model="lenet", audited_model=True, scope="FedSGD", seeds=3, rounds=20, lr=0.05, server_lr=1.0, **bounds,
         ),
         attacks=tuple(r for cell in cells for r in _rows(case, counters, Cell(cell.key, "attack", text, cell.attack), cell)),
         worst=Worst(identified=rate, scored=images, attacks=1, by_victim=()) if ran and test else None,
@@ -242,6 +245,7 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         assert best.test is not None and best.test.detectable is not None and best.test.detectable <= 0.25
         assert best.worst is not None and best.worst.scored - best.test.untested >= 16 and summary.case.victims >= 8
         assert best.loss is not None and best.loss <= advice.max_loss
+        assert best.most_lost is not None and best.most_lost <= advice.max_loss
         assert best.accuracy is not None and best.accuracy >= 1 / CLASSES + 0.1 * (1 - 1 / CLASSES)
         cheaper = [d.spec for d in judged if d.loss is not None and d.loss < best.loss]
         assert all("costs-more" not in r.reasons for r in advice.rejected if r.spec in cheaper)

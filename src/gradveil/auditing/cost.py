@@ -104,6 +104,11 @@ def utility_plan(case: Case) -> FederationPlan:
     return case.spec.utility.plan(case.training, case.spec.batch_size, len(case.data.private), case.spec.seed)
 
 
+def by_seed(cell: StoredCell, curve: str) -> list[Curve]:
+    """The curves of this name of all trainings."""
+    return [values for name, values in cell.history.items() if name.partition("@")[0] == curve]
+
+
 def last_mean(curve: Curve) -> float | None:
     """The mean of the last values that were measured: single ones change much from round to round."""
     measured = [value for value in curve if value is not None][-LAST:]
@@ -190,7 +195,7 @@ class PairedLoss:
 
 def _accuracies(trained: StoredCell | None, curve: str) -> list[float]:
     """Per seed, at the end of its training."""
-    curves = trained.by_seed(curve) if trained else []
+    curves = by_seed(trained, curve) if trained else []
     return [mean for values in curves if (mean := last_mean(values)) is not None]
 
 
@@ -200,7 +205,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _round_seconds(trained: StoredCell | None) -> float | None:
-    return _mean([seconds for curve in trained.by_seed("seconds_per_round") for seconds in curve]) if trained else None
+    return _mean([seconds for curve in by_seed(trained, "seconds_per_round") for seconds in curve]) if trained else None
 
 
 def _ratio(value: float | None, of: float | None) -> float | None:

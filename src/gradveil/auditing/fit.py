@@ -145,7 +145,8 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> tuple[Case
         changes["utility"] = None
     if chosen.steps:
         changes["attacks"] = (*asked.attacks, f"ig:steps={chosen.steps}")
-    left = [*kept, *(["the accuracy"] if not chosen.utility else [])]
+    cost = sum(tried.times[cell.key].seconds for cell in tried.cells if cell.kind == "utility")
+    left = [*kept, *([f"the accuracy ({clock_text(cost)} of one core)"] if not chosen.utility else [])]
     left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
     victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
     text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "

@@ -80,7 +80,8 @@ class UtilityTraining(BaseModel):
         fedsgd = audited.kind == "gradient" if self.fedsgd is None else self.fedsgd
         differences = not fedsgd and audited.kind == "delta"
         images = min(self.images or (batch_size if differences else IMAGES // CLIENTS), available)
-        clients = min(self.clients or max(CLIENTS, IMAGES // images if differences else 0), available)
+        many = min(IMAGES, available) // images if differences else CLIENTS
+        clients = min(self.clients or max(CLIENTS, many), available)
         images = min(images, available // clients)
         sampled = self.sampled or (CLIENTS if self.clients is None and clients > CLIENTS else None)
         values: dict[str, object] = {"clients": clients, "images_per_client": images, "sampled": sampled, "fedsgd": fedsgd}

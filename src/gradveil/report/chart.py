@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradveil.auditing.cost import by_seed
 from gradveil.core.results import Rate
 from gradveil.core.text import shorten
 from gradveil.report.words import digits, percent, rate_text
@@ -193,7 +194,7 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
 
 def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> AccuracyChart | None:
     """Of these defenses, in their order; a folder may hold cells of other audits too."""
-    histories = {cell.defense: _mean_curve(cell.by_seed("acc_test")) for cell in cells if cell.kind == "utility"}
+    histories = {cell.defense: _mean_curve(by_seed(cell, "acc_test")) for cell in cells if cell.kind == "utility"}
     curves = {
         defense: curve
         for defense in defenses

@@ -80,10 +80,6 @@ class Outcome(Record):
     server_lr: float | None = None  # utility: the one that was chosen
     events: tuple[dict[str, int | StorableText | None], ...] = ()  # utility
 
-    def by_seed(self, curve: str) -> list[Curve]:
-        """The curves of this name of all trainings; the number of a later one stands behind the name."""
-        return [values for name, values in self.history.items() if name.partition("@")[0] == curve]
-
 
 class StoredCell(Outcome):
     """A finished cell, as its file holds it."""
