@@ -106,7 +106,8 @@ def settings_table(cls: type[Defense], explained: dict[str, str]) -> list[str]:
         default = field.default
         if isinstance(default, FieldInfo):
             default = default.default
-        kind, meaning = (value.replace("|", "\\|") for value in (str(field.type), explained[field.name]))
+        written = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+        kind, meaning = (value.replace("|", "\\|") for value in (written, explained[field.name]))
         rows.append(f"| `{field.name}` | `{default}` | `{kind}` | {meaning} |")
     return rows
 

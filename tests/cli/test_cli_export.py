@@ -38,7 +38,7 @@ def test_the_file_holds_task_units_and_what_was_measured(gradveil, run):
     code, out, err = gradveil("export", "run", "--defense", "gaussian:std=1e-2")  # another spelling
     assert (code, err) == (0, "")
     protection = gv.Protection.read("protection.json")
-    assert protection.defense == "gaussian" and protection.versions == {"gaussian": 1}  # its default
+    assert protection.defense == "gaussian" and protection.versions == {"gaussian": 2}  # its default
     assert protection.training == gv.LocalTraining(epochs=2, batch_size=2, lr=0.05) and protection.images == 4
     assert (protection.units.kind, protection.units.steps, protection.units.lr) == ("delta", 4, 0.05)
     assert protection.task.input_shape == (1, 8, 8) and protection.task.num_outputs == 3

@@ -199,4 +199,5 @@ def test_what_was_observed_is_a_copy(shapes: DataSet) -> None:
 def test_without_a_trace_nothing_can_be_granted(shapes: DataSet) -> None:
     observation, *_ = victim(shapes, "mixup", "realistic")
     again = observe(observation.task, list(observation.seen), level="upper-bound")
-    assert again.knowledge == Knowledge(level="upper-bound", batch_size=4)
+    entries = sum(t.numel() for t in observation.update.tensors.values())
+    assert again.knowledge == Knowledge(level="upper-bound", batch_size=4, entries=entries)

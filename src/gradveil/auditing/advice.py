@@ -249,8 +249,11 @@ class Strength:
     setting: str
     share: bool = False  # of the update that is left out: then what remains counts
 
+    def name(self, defense: Defense) -> str:
+        return "relative" if getattr(defense, "relative", None) is not None else self.setting
+
     def level(self, defense: Defense) -> float | None:
-        value: Any = getattr(defense, self.setting)
+        value: Any = getattr(defense, self.name(defense))
         if getattr(defense, "epsilon", None) is not None:
             return None
         value = NOISE if value is None else value
@@ -261,8 +264,9 @@ class Strength:
         """The text of the defense at another level; the setting stands in it even where it is the default."""
         rest = float(f"{10 ** (-level if self.share else level):.2g}")
         value = round(1 - rest, 9) if self.share else rest
-        text: str = replace(defense, **{self.setting: value}).spec
-        return text if f"{self.setting}=" in text else f"{text}{',' if ':' in text else ':'}{self.setting}={value}"
+        name = self.name(defense)
+        text: str = replace(defense, **{name: value}).spec
+        return text if f"{name}=" in text else f"{text}{',' if ':' in text else ':'}{name}={value}"
 
 
 # `clip` is not among them: a smaller norm only rescales the update, and no attack depends on its size.

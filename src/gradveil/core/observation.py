@@ -4,6 +4,7 @@ An `Observation` is built only from what the server really receives, copied; not
 What an adversary is granted beyond that is in its `Knowledge`, and only there.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -50,6 +51,7 @@ class Knowledge:
     public: Batch | None = None  # data of the same kind that anyone may have
     secrets: Mapping[str, Tensor] = field(default_factory=dict)
     norm: float = 1.0  # length of the updates as they were sent; updates, `noise` and `clip_norm` are in units of it
+    entries: int = 1  # of an update
 
     def part(self, kind: type[_Part]) -> _Part | None:
         """The part of the defense that is of this class, or None."""
@@ -64,9 +66,14 @@ class Knowledge:
 
     @property
     def noise(self) -> Noise | None:
-        """The noise that the defense declares for this batch size, or None."""
+        """The noise that the defense declares for this batch size, or None.
+
+        Relative noise has a size at unit length alone: the length sent is that of update and noise together.
+        """
         noise = self.defense.added_noise(self.batch_size) if self.defense else None
-        return noise and noise._replace(std=noise.std / self.norm)
+        if noise is None or not noise.relative:
+            return noise and noise._replace(std=noise.std / self.norm)
+        return Noise(noise.std / math.sqrt(self.entries * (1 + noise.std**2)), noise.law)
 
     @property
     def clip_norm(self) -> float | None:
@@ -174,6 +181,7 @@ def observe(
         labels=labels,
         public=public,
         secrets=secrets,
+        entries=sum(t.numel() for t in sightings[0].update.tensors.values()),
     )
     return Observation(task, sightings, knowledge)
 

@@ -66,6 +66,7 @@ class Noise(NamedTuple):
 
     std: float
     law: Literal["gaussian", "laplace"] = "gaussian"
+    relative: bool = False  # `std` is a share of the root mean square of the update's entries before the noise
 
 
 @dataclass(frozen=True)

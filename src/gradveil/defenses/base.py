@@ -174,6 +174,8 @@ class Chain(Defense):
         declared = [noise for p in self._parts if (noise := p.added_noise(examples)) is not None]
         if len(declared) < 2:
             return declared[0] if declared else None
+        if any(noise.relative for noise in declared):
+            return None  # to an update that may hold the noise of another part
         return Noise(math.hypot(*(noise.std for noise in declared)))
 
     def clip_norm(self, examples: int) -> float | None:

@@ -14,4 +14,5 @@ class ClipAware(SwiftCounter):
     """
 
     def applies(self, observation: Observation) -> str | None:
-        return None if observation.knowledge.clip_norm else "the defense does not clip"
+        knowledge = observation.knowledge
+        return None if knowledge.clip_norm or knowledge.part(Clip) else "the defense does not clip"

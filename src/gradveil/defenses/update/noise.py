@@ -7,48 +7,76 @@ import math
 
 from pydantic import Field
 
+from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Noise, Tensors
 from gradveil.defenses import Defense, Step, defense
+from gradveil.defenses.update.clip import length
+
+STD = SCALE = 1e-2
 
 
-@defense("gaussian", random=True)
+@defense("gaussian", random=True, version=2)
 @settings
 class Gaussian(Defense):
     """Add N(0, std²) to every entry.
 
     Args:
-        std: standard deviation. PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST.
+        std: standard deviation, in units of the update. PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST.
+        relative: in place of `std`, a share of the update's own size: the standard deviation is `relative` times the root
+            mean square of all entries of the update, so 1 is noise as long as the update. It depends on private data, so it
+            can never give differential privacy.
 
     Example:
         >>> gv.protect(model, "gaussian:std=1e-3", data=(x, y))
     """
 
-    std: float = Field(default=1e-2, ge=0)
+    std: float = Field(default=STD, ge=0)
+    relative: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def __post_init__(self) -> None:
+        if self.relative is not None and self.std != STD:
+            raise UserError("gaussian: set std or relative, not both.")
 
     def added_noise(self, examples: int) -> Noise:
-        return Noise(self.std)
+        return Noise(self.std) if self.relative is None else Noise(self.relative, relative=True)
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {name: step.rng.added_normal(g, self.std) for name, g in tensors.items()}
+        std = self.std if self.relative is None else self.relative * root_mean_square(tensors)
+        return {name: step.rng.added_normal(g, std) for name, g in tensors.items()}
 
 
-@defense("laplace", random=True)
+@defense("laplace", random=True, version=2)
 @settings
 class Laplace(Defense):
     """Add Laplace(0, scale) to every entry.
 
     Args:
-        scale: the Laplace scale b; the standard deviation is √2·b. ATS: 1e-3 and 1e-2.
+        scale: the Laplace scale b, in units of the update; the standard deviation is √2·b. ATS: 1e-3 and 1e-2.
+        relative: in place of `scale`, a share of the update's own size: the standard deviation is `relative` times the root
+            mean square of all entries, as in `gaussian`. It can never give differential privacy.
 
     Example:
         >>> gv.protect(model, "laplace:scale=1e-3", data=(x, y))
     """
 
-    scale: float = Field(default=1e-2, ge=0)
+    scale: float = Field(default=SCALE, ge=0)
+    relative: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def __post_init__(self) -> None:
+        if self.relative is not None and self.scale != SCALE:
+            raise UserError("laplace: set scale or relative, not both.")
 
     def added_noise(self, examples: int) -> Noise:
+        if self.relative is not None:
+            return Noise(self.relative, "laplace", relative=True)
         return Noise(self.scale * math.sqrt(2), "laplace")
 
     def update(self, tensors: Tensors, step: Step) -> Tensors:
-        return {name: step.rng.added_laplace(g, self.scale) for name, g in tensors.items()}
+        scale = self.scale if self.relative is None else self.relative * root_mean_square(tensors) / math.sqrt(2)
+        return {name: step.rng.added_laplace(g, scale) for name, g in tensors.items()}
+
+
+def root_mean_square(tensors: Tensors) -> float:
+    """Of all entries of an update: its norm divided by the square root of their number."""
+    return float(length(tensors)) / math.sqrt(sum(g.numel() for g in tensors.values()))
