@@ -15,6 +15,7 @@ import inspect
 import re
 import time
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
 import torch
 from pydantic.fields import FieldInfo
@@ -106,7 +107,8 @@ def settings_table(cls: type[Defense], explained: dict[str, str]) -> list[str]:
         default = field.default
         if isinstance(default, FieldInfo):
             default = default.default
-        written = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+        plain = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+        written = plain if isinstance(plain, str) else inspect.formatannotation(plain)
         kind, meaning = (value.replace("|", "\\|") for value in (written, explained[field.name]))
         rows.append(f"| `{field.name}` | `{default}` | `{kind}` | {meaning} |")
     return rows

@@ -205,7 +205,12 @@ class Door:
             line += f"; {len(withheld)} withheld (the received ones go back): {shorten(', '.join(withheld), 200)}"
         if unprotected:
             line += f"; {len(unprotected)} leave unprotected: {shorten(', '.join(unprotected), 200)}"
-        _LOG.log(logging.WARNING if unprotected or unusual else logging.INFO, "%s", line)
+        level = logging.WARNING if unprotected or unusual else logging.INFO
+        shown = _LOG.level or (_LOG.hasHandlers() and _LOG.isEnabledFor(level))
+        if self.kind in ("mod", "guard") and not shown:  # nobody has set up logging; Flower shows its log nevertheless
+            logging.getLogger("flwr").log(level, "gradveil: %s", line)
+        else:
+            _LOG.log(level, "%s", line)
 
     def _record(self, number: int | str, **facts: object) -> None:
         if self._evidence is None:

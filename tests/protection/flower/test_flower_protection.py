@@ -98,6 +98,16 @@ def test_log_and_evidence_say_that_it_acted(
     assert record["units"] == {"kind": "delta", "steps": 4, "lr": 0.01} and len(record["withheld"]) == 3
 
 
+def test_flowers_log_shows_it_where_no_other_is_set_up(
+    local: AuditedClient, sent: Any, context: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("gradveil"), "hasHandlers", lambda: False)  # as in an app of Flower
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        states(mod(local.export(NOISE))(sent, context, client(local)))
+    (record,) = [record for record in caplog.records if "acted on" in record.getMessage()]
+    assert record.name == "flwr" and record.getMessage().startswith(f"gradveil: '{NOISE}' acted on 8 tensors")
+
+
 @pytest.mark.parametrize(
     ("config", "options", "says"),
     [

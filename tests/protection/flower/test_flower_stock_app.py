@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import gradveil as gv
+from gradveil.cli import main
 from gradveil.protection.flower import capture
 from gradveil.storage.updates import load_update
 
@@ -82,3 +84,38 @@ def test_one_changed_line_protects_what_the_server_captures_and_nothing_else(
     assert torch.allclose(protected[kept], stock[kept], atol=1e-7)
     assert told["reported"] == still_told["reported"]  # the client's own metrics
     assert evaluated["stock"] == evaluated["protected"]
+
+
+def test_one_changed_line_protects_by_an_exported_file(
+    clients: dict[str, Path], message: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Audited as the app trains; the log says that it acted, and other settings of the run send nothing."""
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+    app = loaded(clients["stock"], "client_app_audited")
+    local = {"local_epochs": 1, "local_batch_size": 10, "local_lr": 0.02, "local_optimizer": "sgd:momentum=0.9"}
+    defense, run = "clip:norm=0.005", tmp_path / "run"
+    gv.audit("mnist-5k", app.network(), [defense], "linear", victims=2, batch_size=20, **local, out=run, quiet=True)
+    file = tmp_path / "protection.json"
+    assert main(["export", str(run), "--out", str(file), "--quiet", "--accept-leak"]) == 0
+    source = clients["stock"]
+    source.write_text(source.read_text().replace("@app.train()", f'@app.train(mods=[gradveil.flower.mod("{file}")])'))
+    app = loaded(source, "client_app_by_file")
+    message()  # a run to write messages in
+    state = app.network().state_dict()
+
+    def reply(**changed: float) -> Any:
+        settings = {"images": 20, "batch-size": 10, "local-epochs": 1, "lr": 0.02, **changed}
+        context = Context(1, 7, {"partition-id": 0, "num-partitions": 2}, RecordDict(), settings)
+        content = RecordDict({"arrays": ArrayRecord(state), "config": ConfigRecord({"server-round": 1})})
+        return app.app(Message(content, dst_node_id=7, message_type="train"), context)
+
+    with caplog.at_level("INFO", logger="gradveil"):
+        sent = reply().content["arrays"].to_torch_state_dict()
+    norm = torch.cat([(sent[n] - t).flatten() for n, t in state.items()]).norm()
+    assert float(norm) == pytest.approx(0.005, rel=1e-3)
+    (line,) = [text for text in caplog.messages if "acted on" in text]
+    assert f"'{defense}' acted on 10 tensors and changed the update by" in line
+    assert "audited for weight differences after 2 steps at learning rate 0.02" in line
+    refused = reply(**{"local-epochs": 2})
+    assert refused.has_error() and "4 local steps, not 2" in refused.error.reason
