@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,6 @@ CANDIDATES = ("gaussian:std=0.003", "gaussian:std=0.01", "prune:ratio=0.9", "pru
 MOST = 3.0  # points of test accuracy
 WIDER = ({"batch_size": 4}, {"batch_size": 16}, {"local_steps": 5}, {"batch_size": 16, "local_steps": 5})
 CONFIG = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-
-
-def of_gradient(line: str) -> str:
-    """A defense of weights after one step as one of the gradient: the same update, divided by the learning rate."""
-    return re.sub(r"\b(std|norm)=([\d.e-]+)", lambda m: f"{m[1]}={float(m[2]) / CONFIG['lr']:g}", line)
 
 
 def accuracy(line: str, rounds: int, out: Path) -> float:
@@ -55,14 +49,7 @@ def accuracy(line: str, rounds: int, out: Path) -> float:
 
 def audit(lines: list[str], victims: int, out: Path, **how: Any) -> dict[str, DefenseRow]:
     report = gv.audit(
-        data=dataset(),
-        model=network(),
-        defenses=[of_gradient(line) for line in lines],
-        attacks="standard",
-        victims=victims,
-        seed=100,
-        out=out,
-        **how,
+        data=dataset(), model=network(), defenses=lines, attacks="standard", victims=victims, seed=100, out=out, **how
     )
     return {row.spec: row for row in report.summary.defenses}
 
@@ -84,7 +71,7 @@ def rank(victims: int, rounds: int, out: Path) -> None:
     audited = audit(lines, victims, out / "audit", local_lr=CONFIG["lr"])
     rows: list[dict[str, Any]] = []
     for line in lines:
-        row = audited[of_gradient(line)]
+        row = audited[line]
         rows.append(
             {"line": line, "accuracy": round(points[line], 1), "loss": round(points["none"] - points[line], 1), **measured(row)}
         )

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 import gradveil
-from flower_cifar.task import dataset, network, test
+from flower_cifar.task import OPTIMIZER, dataset, network, test
 
 app = ServerApp()
 
@@ -20,8 +20,8 @@ def main(grid: Grid, context: Context) -> None:
     config, data = context.run_config, dataset()
     out = Path(str(config["out"])).resolve()
     facts = {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
-    facts |= {"mean": data.mean.tolist(), "std": data.std.tolist(), "local_steps": config["local-epochs"]}
-    strategy = gradveil.flower.capture(FedAvg(fraction_evaluate=1.0), out, rounds=[1], **facts)
+    facts |= {"mean": data.mean.tolist(), "std": data.std.tolist(), "local_optimizer": OPTIMIZER}
+    strategy = gradveil.flower.capture(FedAvg(fraction_evaluate=1.0), out, rounds=[1], run_config=config, **facts)
 
     def accuracy(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         net = network()

@@ -13,6 +13,8 @@ from gradveil.data import DataSet, load
 from gradveil.data.catalogue import NAMED_SETS
 from gradveil.federation.partition import share
 
+OPTIMIZER = "sgd:momentum=0.9"  # of the clients, as gradveil writes it
+
 
 class Net(nn.Module):
     """Two 5×5 convolutions with max-pooling, then layers of 120, 84 and one unit a class."""

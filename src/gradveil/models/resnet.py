@@ -45,7 +45,9 @@ class ResNet18(Network):
 
     Every stage but the first doubles the width and halves the side; then average over the image, and the classifier.
 
-    Args: width: channels of the first stage. norm: batch, or group (Hsieh et al. 2020, for clients that differ).
+    Args:
+        width: channels of the first stage.
+        norm: batch, or group (Hsieh et al. 2020, for clients whose data differ).
     Example: gradveil audit --model resnet18:width=8,norm=group
     """
 
@@ -77,7 +79,9 @@ class ResNet18(Network):
 class ResNet34(ResNet18):
     """Four stages of 3, 4, 6 and 3 blocks.
 
-    Args: width: channels of the first stage.
+    Args:
+        width: channels of the first stage.
+        norm: batch, or group.
     Example: gradveil audit --model resnet34:width=8
     """
 
@@ -89,7 +93,9 @@ class ResNet34(ResNet18):
 class ResNet20(ResNet18):
     """Three stages of three blocks.
 
-    Args: width: channels of the first stage. He et al.: 16.
+    Args:
+        width: channels of the first stage. He et al.: 16.
+        norm: batch, or group.
     Example: gradveil audit --model resnet20:width=8
     """
 
@@ -102,7 +108,9 @@ class ResNet20(ResNet18):
 class ResNet20x4(ResNet20):
     """ResNet20 with four times the width; ATS calls it ResNet20.
 
-    Args: width: channels of the first stage.
+    Args:
+        width: channels of the first stage.
+        norm: batch, or group.
     Example: gradveil audit --model resnet20-4:width=8
     """
 
