@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import gradveil as gv
 from gradveil.core.errors import UserError
-from gradveil.protection.audited import Audited
+from gradveil.protection.audited import Audited, mini_batches_of, units_of
 from gradveil.protection.flower import protect_arrays
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def test_a_shield_changes_gradients_as_in_the_audit(single: AuditedClient) -> No
         (gv.LocalTraining(epochs=2, batch_size=4, lr=0.1), 8, "learning rate 0.1, not 0.01"),
         (gv.LocalTraining(epochs=3, batch_size=4, lr=0.01), 8, "6 local steps, not 4"),
         (TRAINING, 16, "8 local steps, not 4"),
+        (gv.LocalTraining(epochs=4, lr=0.01), 5, "5 images, not 8 or more"),
         (gv.LocalTraining(), 8, "it sends gradients, not weight differences"),
         (gv.LocalTraining(epochs=2, batch_size=4, lr=0.01, optimizer="adam"), 8, "optimizer adam, not sgd"),
         (gv.LocalTraining(epochs=2, batch_size=4, lr=0.01, mode="eval"), 8, "model in eval mode, not train"),
@@ -96,8 +98,29 @@ def test_other_units_are_refused_in_one_line(
 
 def test_steps_count_and_not_how_they_come_about(local: AuditedClient) -> None:
     before, after = arrays(local)
-    for training, images in ((gv.LocalTraining(epochs=4, lr=0.01), 3), (gv.LocalTraining(batch_size=2, lr=0.01), 8)):
+    for training, images in ((gv.LocalTraining(epochs=4, lr=0.01), 9), (gv.LocalTraining(batch_size=2, lr=0.01), 8)):
         assert protect_arrays(before, after, local.export(NOISE), training=training, images=images)
+
+
+def test_steps_are_counted_as_local_training_makes_them() -> None:
+    for epochs, size, accumulate, images in itertools.product((1, 3), (None, 2, 5, 9), (1, 2, 4), (1, 4, 5, 7)):
+        training = gv.LocalTraining(epochs=epochs, batch_size=size, accumulate=accumulate, lr=0.1)
+        steps = training.steps(images)
+        assert units_of(training, images).steps == len(steps)
+        assert mini_batches_of(training, images) == sum(map(len, steps))
+    assert units_of(gv.LocalTraining(), 7).steps == 1
+    assert units_of(gv.LocalTraining(epochs=10**9, batch_size=1, lr=0.1), 10**9).steps == 10**18
+
+
+def test_a_shield_warns_once_of_batches_smaller_than_audited(single: AuditedClient, caplog: pytest.LogCaptureFixture) -> None:
+    batch = single.case.batch(0)
+    shield = gv.protect(single.model(), single.export(NOISE), data=(batch.x, batch.y))
+    caplog.clear()
+    shield.backward(batch.x, batch.y)
+    assert not caplog.messages
+    for _ in range(2):
+        shield.backward(batch.x[:3], batch.y[:3])
+    assert caplog.messages == ["a batch of 3 images; the audit was with 8, and more of an image is in a smaller one"]
 
 
 def test_a_shield_does_not_act_on_weight_differences(local: AuditedClient) -> None:

@@ -125,11 +125,6 @@ class Protection(_Strict):
             raise ValueError("a defense under which updates leak is exported only where that was accepted")
         return self
 
-    @property
-    def mini_batches(self) -> int:
-        """How often a client computes a gradient for one update."""
-        return sum(len(parts) for parts in self.training.steps(self.images))
-
     @classmethod
     def read(cls, path: str | Path) -> Protection:
         return read_record(Path(path), cls, "export it again")
@@ -154,8 +149,15 @@ def registered(text: str) -> Defense:
     return parse(text)
 
 
+def mini_batches_of(training: LocalTraining, images: int) -> int:
+    """How often a client computes a gradient for one update. Counted without a list, which others could make long."""
+    size = images if training.lr is None else training.batch_size or images
+    return training.epochs * -(-images // size)
+
+
 def units_of(training: LocalTraining, images: int) -> Units:
-    return Units(kind=training.kind, steps=training.number_of_steps(images), lr=training.lr)
+    steps = -(-mini_batches_of(training, images) // training.accumulate)
+    return Units(kind=training.kind, steps=steps, lr=training.lr)
 
 
 def versions_of(defense: Defense) -> dict[str, int]:
@@ -164,11 +166,8 @@ def versions_of(defense: Defense) -> dict[str, int]:
 
 # -- where it is used --------------------------------------------------------------------------------------------------
 
-DefenseSource = (
-    str | Path | Defense | Protection
-)  # text of a defense, an exported file (its name ends with .json), or an object
-
-
+# The text of a defense, the path of an exported file (a text that ends with .json is one), or an object.
+DefenseSource = str | Path | Defense | Protection
 T = TypeVar("T")
 
 
@@ -255,8 +254,10 @@ class Audited:
             different.append(f"it sends {_KINDS[training.kind]}, not {_KINDS[audited.kind]}")
         elif audited.lr is not None and training.lr is not None and not math.isclose(audited.lr, training.lr, rel_tol=1e-6):
             different.append(f"learning rate {training.lr:g}, not {audited.lr:g}")
-        if images is not None and (steps := training.number_of_steps(images)) != protection.units.steps:
+        if images is not None and (steps := units_of(training, images).steps) != protection.units.steps:
             different.append(f"{plural(steps, 'local step')}, not {protection.units.steps}")
+        elif images is not None and images < protection.images:  # the fewer, the more of each image is in the update
+            different.append(f"{plural(images, 'image')}, not {protection.images} or more")
         if optimizer(training.optimizer) != optimizer(audited.optimizer):
             different.append(f"optimizer {training.optimizer}, not {audited.optimizer}")
         if training.mode != audited.mode:

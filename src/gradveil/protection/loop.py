@@ -19,7 +19,7 @@ from gradveil.core.local_training import LocalTraining
 from gradveil.core.losses import NAMED
 from gradveil.core.randomness import REPRODUCIBLE, Streams
 from gradveil.core.task import Task
-from gradveil.core.text import listing, shorten
+from gradveil.core.text import listing, plural, shorten
 from gradveil.core.types import Batch, Shape, Tensors
 from gradveil.data.readers.objects import read_object
 from gradveil.data.validation import checked_batch, to_batch
@@ -38,6 +38,7 @@ class Shield:
     def __init__(self, module: nn.Module, client: Client, door: Door):
         self.model, self.defense = module, door.defense
         self._client, self._door, self._encoded, self._round = client, door, dict[bytes, Batch](), 0
+        self._warned = False
 
     def backward(self, x: Tensor, y: Tensor) -> None:
         """Put the protected gradient of the batch into `.grad` of the model's parameters (added, as torch does).
@@ -48,6 +49,7 @@ class Shield:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         state = {name: tensor.detach().clone() for name, tensor in named}  # a defense must not reach the model itself
         batch = checked_batch(x, y, self._client.task, "the batch")
+        self._warn_of_small(len(batch))
         self._round += 1
         parameters = {n: p for n, p in self.model.named_parameters() if n in self._client.task.model.trainable}
         with self._door.round(self._round):
@@ -59,6 +61,14 @@ class Shield:
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
         self._track_statistics(trace.fed.x)
+
+    def _warn_of_small(self, images: int) -> None:
+        """Once, where a gradient leaves that is of fewer images than those of the audit."""
+        protection = self._door.audited.protection
+        if protection and protection.units.kind == "gradient" and images < protection.images and not self._warned:
+            self._warned = True
+            text = "a batch of %s; the audit was with %d, and more of an image is in a smaller one"
+            logging.getLogger("gradveil").warning(text, plural(images, "image"), protection.images)
 
     def _gradients_leave(self, gradients: Tensors) -> None:
         self._door.let_out(self._round, gradients, list(gradients))

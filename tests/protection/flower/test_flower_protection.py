@@ -122,7 +122,7 @@ def test_flowers_log_shows_it_where_no_other_is_set_up(
             "0.01 by learning-rate of the run and 0.2 by training",
         ),
         ({}, {"training": gv.LocalTraining(epochs=2, batch_size=4, lr=0.01, optimizer="adam")}, "optimizer adam, not sgd"),
-        ({}, {"images": 7}, "trained on 8 images, images=7 was stated"),
+        ({}, {"images": 7}, "7 images, not 8 or more"),
         ({"batch-size": "four"}, {}, "'the client's settings': batch_size='four'"),
     ],
 )
@@ -163,6 +163,8 @@ def test_the_number_of_images_must_be_known(local: AuditedClient, sent: Any, con
     refused = mod(local.export(NOISE))(sent, context, nameless)
     assert refused.has_error() and "state images=" in refused.error.reason
     states(mod(local.export(NOISE), images=8)(sent, context, nameless))
+    refused = mod(local.export(NOISE), images=8)(sent, context, client(local, **{"num-examples": 12}))
+    assert refused.has_error() and "trained on 12 images, images=8 was stated" in refused.error.reason
 
 
 def test_what_was_audited_on_gradients_does_not_act_on_weights(
