@@ -215,6 +215,7 @@ class UtilityRow(Record):
     acc_absent: float | None = None  # undefended, without the clients that would be defended; None: there are no others
     model: StorableText
     audited_model: bool
+    audited_updates: bool  # a client computes what it sends as in the audit, from as many images
     scope: StorableText  # how it was trained
     seeds: int
     rounds: int

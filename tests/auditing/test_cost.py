@@ -18,7 +18,7 @@ from gradveil.auditing.cost import PairedLoss, _with_validation, last_mean, util
 from gradveil.auditing.limits import NO_LIMITS
 from gradveil.auditing.plan import make_plan
 from gradveil.auditing.spec import AuditSpec, make_spec
-from gradveil.auditing.utility import UtilityTraining, in_words
+from gradveil.auditing.utility import UtilityTraining, in_words, sends_as_audited
 from gradveil.auditing.work import Work
 from gradveil.cli import audit as audit_command
 from gradveil.cli.options import parser_of
@@ -136,6 +136,29 @@ def test_fewer_images_than_asked_for_and_stated_numbers(data: DataSet) -> None:
     assert (plan.clients, plan.images_per_client, plan.sampled, plan.rounds) == (250, 8, 10, 125)
     averaged = UtilityTraining(fedsgd=False).plan(AuditSpec().local_training, 1, 10**6, 0)
     assert averaged == FederationPlan(clients=10, images_per_client=200)
+
+
+@pytest.mark.parametrize(
+    ("audited", "changes"),
+    [
+        ({}, {"batch_size": 2, "mode": "eval", "fedsgd": False}),
+        ({"batch_size": 8, "local_lr": 0.1, "local_batch_size": 4, "local_optimizer": "sgd:momentum=0.9"}, {
+            "batch_size": 2, "mode": "eval", "fedsgd": True, "lr": 0.2, "images": 9, "local_epochs": 2, "momentum": 0.0,
+            "weight_decay": 0.1, "optimizer": "adam", "accumulate": 2, "schedule": "step",
+        }),
+    ],
+)  # fmt: skip
+def test_it_is_told_whether_clients_send_what_was_audited(audited: dict[str, object], changes: dict[str, object]) -> None:
+    spec = make_spec(audited)
+    rest = {"rounds": 7, "clients": 5, "partition": "classes", "defended": 2, "seeds": 1}
+
+    def as_audited(**stated: object) -> bool:
+        plan = make_spec({**audited, "utility": stated}).utility.plan(spec.local_training, spec.batch_size, 1000, 0)
+        return sends_as_audited(plan, spec.local_training, spec.batch_size)
+
+    assert as_audited() and as_audited(**rest)
+    for name, value in changes.items():
+        assert not as_audited(**{name: value}), name
 
 
 @pytest.mark.parametrize(
@@ -307,7 +330,7 @@ def test_another_model_is_named(data: DataSet) -> None:
     case = case_of(data, frozen=("1.*",), utility={"rounds": 1, "seeds": 1, "lr_grid": "1", "model": "smlp"})
     none = cell_of(case)
     row = utility_row(case, none, none)
-    assert row is not None and row.model == "smlp" and not row.audited_model
+    assert row is not None and row.model == "smlp" and not row.audited_model and row.audited_updates
     own = case_of(data, utility={"rounds": 1, "seeds": 1, "lr_grid": "1"})
     row = utility_row(own, none, none)
     assert row is not None and row.model == own.names["model"] and row.audited_model

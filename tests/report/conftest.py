@@ -132,7 +132,8 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
             pdm = 100 * (0.93 - accuracy) / 0.93
             entry["utility"] = {"acc_test": accuracy, "acc_train": accuracy + 0.01, "acc_sensitive": None, "pdm": pdm,
                                 "seconds_per_round": 2 + 0.4 * d, "overhead": 1 + 0.2 * d, "model": "lenet",
-                                "audited_model": True, "scope": "FedSGD, 10 clients", "seeds": 3, "rounds": 20, "lr": 0.05,
+                                "audited_model": True, "audited_updates": True,
+                                "scope": "FedSGD, 10 clients", "seeds": 3, "rounds": 20, "lr": 0.05,
                                 "server_lr": 1.0}  # fmt: skip
             curve = [accuracy * (1 - np.exp(-r / 4)) for r in range(1, 21)]
             cell = {"key": f"utility-{d:02d}", "kind": "utility", "defense": defense, "attack": "", "tensors_sha256": None,

@@ -155,7 +155,7 @@ def test_intervals_of_shares_hold_what_they_promise(n: int) -> None:
         (Change("psnr", 10.0, 12.0, 0.5, 3.5, 8), "leaks more"),
         (Change("psnr", 10.0, 9.0, -2.5, 0.5, 8), "within noise"),
         (Change("ssim", None, 0.2), "not measured in both"),
-        (Change("accuracy", 0.9, 0.8), "one training each, no interval"),
+        (Change("accuracy", 0.9, 0.8), "no interval"),
     ],
 )
 def test_readings(change: Change, reading: str) -> None:

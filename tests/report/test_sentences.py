@@ -157,7 +157,8 @@ def _rows_of(
         verdict=verdict, doubts=doubts, test=test, warnings=(), gradient=GradientChange(cosine=0.5, noise_ratio=1.0),
         utility=None if accuracy is None else UtilityRow(
             acc_test=accuracy, acc_train=None, acc_sensitive=None, seconds_per_round=1.0, pdm=loss, overhead=1.0,
-            model="lenet", audited_model=True, scope="FedSGD", seeds=3, rounds=20, lr=0.05, server_lr=1.0, **bounds,
+            model="lenet", audited_model=True, audited_updates=True, scope="FedSGD",
+            seeds=3, rounds=20, lr=0.05, server_lr=1.0, **bounds,
         ),
         attacks=tuple(r for cell in cells for r in _rows(case, counters, Cell(cell.key, "attack", text, cell.attack), cell)),
         worst=Worst(identified=rate, scored=images, attacks=1, by_victim=()) if ran and test else None,

@@ -21,7 +21,8 @@ def row(spec: str = "ig", **fields: Any) -> dict[str, Any]:
 
 
 TRAINED = {
-    "model": "lenet", "audited_model": True, "scope": "FedSGD, 10 clients", "seeds": 3, "rounds": 20, "lr": 0.05,
+    "model": "lenet", "audited_model": True, "audited_updates": True,
+    "scope": "FedSGD, 10 clients", "seeds": 3, "rounds": 20, "lr": 0.05,
     "server_lr": 1.0,
 }  # fmt: skip
 TEST = {

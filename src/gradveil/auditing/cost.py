@@ -15,7 +15,7 @@ from torch import nn
 from gradveil import models
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import CONTROL
-from gradveil.auditing.utility import LAST, VALIDATION, UtilityTraining, in_words
+from gradveil.auditing.utility import LAST, VALIDATION, UtilityTraining, in_words, sends_as_audited
 from gradveil.auditing.work import Work
 from gradveil.core.errors import UserError
 from gradveil.core.loops import Loop
@@ -166,6 +166,7 @@ def utility_row(case: Case, trained: StoredCell | None, clean: StoredCell | None
         acc_absent=_mean(_accuracies(clean, "acc_absent")),
         model=training.model or case.names["model"],
         audited_model=training.model is None,
+        audited_updates=sends_as_audited(plan, case.training, case.spec.batch_size),
         scope=in_words(plan),
         seeds=training.seeds,
         rounds=plan.rounds,

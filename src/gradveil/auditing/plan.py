@@ -153,8 +153,19 @@ def weights_of(case: Case, cells: Iterable[Cell]) -> dict[str, float]:
             cost = cost_of(case, cell)
         except Exception:  # in the code of a user, which fails again in its cell and is reported there
             cost = Cost(0)
-        weights[cell.key] = SMALL + cost.iterations * cost.rows
+        trained = _trained_updates(case) if cell.kind == "utility" else 0
+        weights[cell.key] = SMALL + cost.iterations * cost.rows + trained / case.spec.victims
     return weights
+
+
+def _trained_updates(case: Case) -> int:
+    """The updates of clients in the trainings of one utility cell."""
+    training = case.spec.utility
+    assert training is not None
+    plan = training.plan(case.training, case.spec.batch_size, len(case.data.private), case.spec.seed)
+    tried = len(training.factors) // 2  # of half the rounds
+    steps = plan.local_training(0).number_of_steps(plan.images_per_client or 1)
+    return (training.seeds + tried) * plan.rounds * (plan.sampled or plan.clients) * steps
 
 
 def suite_name(case: Case) -> str:

@@ -125,6 +125,18 @@ def _factors(text: str) -> tuple[float, ...]:
     return tuple(sorted(factors, key=lambda factor: (abs(math.log(factor)), factor)))
 
 
+def sends_as_audited(plan: FederationPlan, audited: LocalTraining, batch_size: int) -> bool:
+    """Whether a client of the plan sends what an audited one does: computed alike, from as many images."""
+    return _sent(plan) == _sent(UtilityTraining().plan(audited, batch_size, IMAGES + batch_size, plan.seed))
+
+
+def _sent(plan: FederationPlan) -> tuple[object, ...]:
+    """All that a client's update depends on. With FedSGD the schedule is the server's."""
+    training, images = plan.local_training(0), plan.batch_size if plan.fedsgd else plan.images_per_client
+    alike = dataclasses.replace(training, frozen=(), optimizer="sgd")
+    return alike, optimizer(training.optimizer), images, "" if plan.fedsgd else plan.schedule
+
+
 def in_words(plan: FederationPlan) -> str:
     """What is trained, for the scope of an accuracy."""
     method = "FedSGD" if plan.fedsgd else f"FedAvg ({plan.local_training(0).in_words(plan.images_per_client or 0)})"

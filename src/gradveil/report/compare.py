@@ -52,7 +52,7 @@ class Change:
         if self.difference is None:
             return "not measured in both"
         if self.metric == "accuracy":
-            return "one training each, no interval"
+            return "no interval"
         if self.low is None or self.high is None:
             return "too few victims to tell"
         if self.low == self.high == 0:

@@ -314,13 +314,15 @@ def training_scope(summary: Summary) -> str | None:
         return None
     which = "the audited model" if measured.audited_model else "another model than the audited one"
     seeds = "one training" if measured.seeds == 1 else f"{measured.seeds} trainings, with the same seeds"
+    how = "" if measured.audited_updates else " A client does not train as audited, so a defense may act otherwise on it."
     absent = "All clients are defended, so there is no training without them to compare with."
     if measured.acc_absent is not None:
         absent = f"Without the clients that would be defended, it reaches {percent(measured.acc_absent, 1)} undefended."
+    rates = "; ".join(f"{d.spec} {learning_rate(d)}" for d in summary.defenses if d.utility)
     return (
-        f"The cost was measured by training {measured.model}, {which}: {measured.scope}; per defense {seeds}. Accuracies are "
-        "means of the last rounds. For each defense a factor on the server's learning rate was chosen on images of the clients "
-        f"that were held back: {'; '.join(f'{d.spec} {learning_rate(d)}' for d in summary.defenses if d.utility)}. {absent}"
+        f"The cost was measured by training {measured.model}, {which}: {measured.scope}; per defense {seeds}.{how} "
+        "Accuracies are means of the last rounds. For each defense a factor on the server's learning rate was chosen on images "
+        f"of the clients that were held back: {rates}. {absent}"
     )
 
 
