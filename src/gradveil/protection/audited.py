@@ -27,8 +27,7 @@ from gradveil.core.types import Kind, Mode
 from gradveil.defenses import Defense, parse, registry
 from gradveil.defenses.base import Refused
 from gradveil.storage.files import check_replaceable, write_text
-from gradveil.storage.reading import read_bytes
-from gradveil.storage.run_folder import read_record
+from gradveil.storage.run_folder import parse_record, record_content
 
 SCHEMA: Final = 1
 FILE = "protection.json"
@@ -127,7 +126,7 @@ class Protection(_Strict):
 
     @classmethod
     def read(cls, path: str | Path) -> Protection:
-        return read_record(Path(path), cls, "export it again")
+        return read_exported(Path(path))[0]
 
     def text(self) -> str:
         """The content of its file."""
@@ -138,6 +137,12 @@ class Protection(_Strict):
         check_replaceable(Path(path), _MARK)
         write_text(Path(path), self.text())
         return Path(path)
+
+
+def read_exported(file: Path) -> tuple[Protection, str]:
+    """The protection of a file, and the SHA-256 of the very bytes it was read from."""
+    content = record_content(file, remedy := "export it again")
+    return parse_record(content, Protection, file, remedy), hashlib.sha256(content).hexdigest()
 
 
 def registered(text: str) -> Defense:
@@ -197,17 +202,15 @@ class Audited:
 
     @classmethod
     def of(cls, source: DefenseSource, options: AuditOptions | None = None) -> Audited:
-        stated, content = options or {}, b""
+        stated, sha256 = options or {}, ""
         if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".json")):
-            content = read_bytes(Path(source))
-            source = Protection.read(source)
+            source, sha256 = read_exported(Path(source))
         if not isinstance(source, Protection):
             if stated:
                 raise UserError(f"{listing(sorted(stated))}: only an exported protection says what it was audited with.")
             return cls(parse(source))
         defense = registered(source.defense)
-        sha256 = hashlib.sha256(content or source.text().encode()).hexdigest()
-        audited = cls(defense, source, sha256, **stated)
+        audited = cls(defense, source, sha256 or hashlib.sha256(source.text().encode()).hexdigest(), **stated)
         before, now = source.versions, versions_of(defense)
         changed = [f"version {v} of '{n}', not {before.get(n)}" for n, v in now.items() if before.get(n) != v]
         audited.refuse(changed)

@@ -272,10 +272,10 @@ class RunFolder:
         """A cell that was done in this run, failures included."""
         file = self._file("cells", f"{key}.json")
         remedy = "delete it and resume the audit"
-        content = _record_content(file, remedy)
+        content = record_content(file, remedy)
         intact = _is_sealed(content)
         try:
-            cell = _record(content, StoredCell, file, remedy)
+            cell = parse_record(content, StoredCell, file, remedy)
         except UserError:
             if intact:
                 raise Damaged(f"{file} was written by another version of gradveil; {remedy}.") from None
@@ -376,10 +376,10 @@ def _is_sealed(content: bytes) -> bool:
 
 def read_record(file: Path, model: type[M], remedy: str) -> M:
     """A JSON file as a record, or one clear line."""
-    return _record(_record_content(file, remedy), model, file, remedy)
+    return parse_record(record_content(file, remedy), model, file, remedy)
 
 
-def _record_content(file: Path, remedy: str) -> bytes:
+def record_content(file: Path, remedy: str) -> bytes:
     if file.is_symlink():
         raise UserError(f"{file} is a link, which is not followed; remove it.")
     try:
@@ -391,7 +391,7 @@ def _record_content(file: Path, remedy: str) -> bytes:
         raise UserError(f"{file} is damaged, or gradveil did not write it ({reason}); {remedy}.") from None
 
 
-def _record(content: bytes, model: type[M], file: Path, remedy: str) -> M:
+def parse_record(content: bytes, model: type[M], file: Path, remedy: str) -> M:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
