@@ -14,7 +14,6 @@ from torch import nn
 
 import gradveil as gv
 from gradveil.auditing.case import Case
-from gradveil.auditing.export import export
 from gradveil.auditing.spec import make_spec
 from gradveil.core.randomness import generator
 from gradveil.core.results import GradientChange
@@ -34,8 +33,7 @@ class AuditedClient:
     report: gv.Report
 
     def export(self, defense: str) -> gv.Protection:
-        row = next(row for row in self.report.summary.defenses if row.spec == defense)
-        return export(RunFolder(self.folder), self.report.summary, row, accept_leak=True)
+        return self.report.export(defense, accept_leak=True)
 
     def changes(self, defense: str) -> tuple[GradientChange | None, ...]:
         """What the defense did in the audit, per victim."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from conftest import AuditedClient
 
 TRAINING = gv.LocalTraining(epochs=2, batch_size=4, lr=0.01)
+LOCAL = {"local_epochs": 2, "local_batch_size": 4, "local_lr": 0.01, "batch_size": 8}
 NOISE = "gaussian:std=0.0002"
 
 
@@ -158,6 +160,21 @@ def test_another_task_is_refused(single: AuditedClient, local: AuditedClient) ->
         protect_arrays(before, after, local.export(NOISE), training=TRAINING, images=8)
     with pytest.raises(UserError, match="buffers are sent, and the audit was without --sends-statistics"):
         protect_arrays(before, after, local.export(NOISE), training=TRAINING, images=8, buffers="send")
+
+
+def test_statistics_leave_where_they_were_audited(audited: Callable[..., AuditedClient]) -> None:
+    client = audited(**LOCAL, sends_statistics=True)
+    exported, (before, after) = client.export(NOISE), arrays(client)
+    assert len(exported.task.parameters) == 8 and not any("running" in name for name in exported.task.parameters)
+    sent = protect_arrays(before, after, exported, training=TRAINING, images=8, buffers="send")
+    assert (sent["1.running_mean"] == after["1.running_mean"]).all() and (after["1.running_mean"] != 0).all()
+
+
+def test_a_report_without_a_folder_exports_nothing(local: AuditedClient) -> None:
+    with pytest.raises(UserError, match="export needs the stored cells"):
+        gv.Report(local.report.summary).export(NOISE)
+    with pytest.raises(UserError, match="no defense is recommended, so name one"):
+        local.report.export()
 
 
 def test_frozen_parameters_go_back_as_they_came(local: AuditedClient) -> None:

@@ -11,17 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradveil.auditing.export import choose_defense, export
 from gradveil.auditing.spec import PictureMode
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate, Statistic
 from gradveil.core.text import plain
 from gradveil.processes.ending import orderly
 from gradveil.processes.temporary import TemporaryFolder
+from gradveil.protection.audited import Protection
 from gradveil.report import words
 from gradveil.report.chart import privacy_utility
 from gradveil.report.html import write_report
 from gradveil.report.page import page
 from gradveil.storage.files import make_private, write_atomic, write_text
+from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import CANNOT_TELL, LEAKS, NO_LEAK, UNREFUTED, Summary
 
 if TYPE_CHECKING:
@@ -100,6 +103,12 @@ class Report:
         ax.margins(x=0.12)
         ax.grid(alpha=0.25)
         return ax.figure.figure
+
+    def export(self, defense: str | None = None, accept_leak: bool = False) -> Protection:
+        """An audited defense with its task, local training and units: the recommended or only one, or the one named."""
+        if self.folder is None:
+            raise UserError("this report has no folder; export needs the stored cells of a run.")
+        return export(RunFolder(self.folder), self.summary, choose_defense(self.summary, defense), accept_leak)
 
     def save(self, folder: str | Path, pictures: PictureMode = "blurred") -> Path:
         """Copy the run's folder there (or write the summary alone, if there is none), with its page."""
