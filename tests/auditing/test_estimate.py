@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_the_plan_is_near_the_cpu_time_that_is_used(tmp_path: Path) -> None:
     used = sum(folder.outcome(cell.key).cpu_seconds or 0.0 for cell in plan)
     assert used > 2
     assert used / 2 < expected < 2 * used  # 1.5 on a quiet machine; the machine of this test may be a busy one
+
+
+def test_the_trainings_of_the_cost_are_timed_by_a_few_clients_of_a_few_rounds(tmp_path: Path) -> None:
+    utility = {"rounds": 40, "clients": 8, "images": 12, "batch_size": 4, "seeds": 2, "defended": 4}
+    case = small(defenses=["gaussian:std=0.5"], attacks=["linear"], utility=utility)
+    plan = make_plan(case)
+    estimate, begun = Estimate(case, plan), time.process_time()
+    cells = [cell for cell in plan if cell.kind == "utility"]
+    expected = sum(estimate.cell(cell).seconds for cell in cells)
+    spent = time.process_time() - begun
+    run_audit(case, Execution(out=tmp_path / "run", workers=0))
+    used = sum(RunFolder(tmp_path / "run").outcome(cell.key).cpu_seconds or 0.0 for cell in cells)
+    assert used / 2 < expected < 2 * used
+    assert spent < used / 2
 
 
 def test_what_does_not_apply_costs_nothing_and_says_why() -> None:

@@ -100,6 +100,13 @@ def test_what_was_chosen_is_a_setting_and_is_said() -> None:
 
 
 @pytest.mark.usefixtures("known_times")
+def test_the_time_of_an_accuracy_that_is_left_out_is_said() -> None:
+    chosen, text = fit(case(utility={"rounds": 9}), 5, 1, time.monotonic() + (START + 200) / (1 - RESERVE))
+    assert chosen.spec.utility is None and not chosen.spec.without
+    assert "left out: the accuracy (3:20 of one core); expected" in text  # 100 s under each of two defenses
+
+
+@pytest.mark.usefixtures("known_times")
 def test_a_smaller_budget_comes_before_anything_else_is_left_out() -> None:
     chosen, text = fit(case(budget="standard"), 9, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
     assert chosen.spec.budget == "quick" and chosen.spec.victims == 16 and not chosen.spec.without
