@@ -21,7 +21,7 @@ from gradveil.metrics.leak_test import Background, detectable, victims_needed
 from gradveil.metrics.registry import registered
 from gradveil.summary import VictimsNeeded
 
-CellKind = Literal["baseline", "train", "observe", "attack", "look", "utility"]
+CellKind = Literal["baseline", "train", "observe", "look", "attack", "utility"]  # in the order in which they are done
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
 SMALL = 50.0  # iterations that take as long as a cell without a search
