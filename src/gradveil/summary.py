@@ -220,7 +220,8 @@ class UtilityRow(Record):
     seeds: int
     rounds: int
     lr: float
-    server_lr: float  # chosen on validation images; FedSGD multiplies both learning rates
+    server_lr: float  # FedSGD multiplies both learning rates
+    tried: tuple[float, ...] = (1.0,)  # the server's learning rates; the best on validation images was chosen
 
 
 class DefenseRow(Record):

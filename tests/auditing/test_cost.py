@@ -251,6 +251,7 @@ def test_a_defense_that_shrinks_updates_gets_a_larger_learning_rate(data: DataSe
     assert (last_mean(tuple(own.acc_test)) or 0) > (last_mean(tuple(fixed.acc_test)) or 1) + 0.1
     row = utility_row(case, private, none)
     assert row is not None and (row.lr, row.server_lr, row.seeds, row.rounds) == (0.1, 64.0, 1, 10)
+    assert row.tried == (1.0, 64.0)
 
 
 def test_the_server_learning_rate_of_fedsgd_is_a_factor_on_the_learning_rate(data: DataSet) -> None:

@@ -235,15 +235,19 @@ def test_the_cost_has_its_interval_its_scope_and_the_name_of_another_model() -> 
     noise = defense("noise", "leaks", 5.0)
     assert noise.utility is not None
     assert words.loss_interval(noise) == "" and "interval" not in words.cost(view(CONTROL, noise), noise)
-    measured = {"low": 2.0, "high": 8.04, "std": 1.0, "server_lr": 4.0, "acc_absent": 0.5}
+    grid = {"tried": (1.0, 0.25, 4.0)}
+    measured = {"low": 2.0, "high": 8.04, "std": 1.0, "server_lr": 4.0, "acc_absent": 0.5, **grid}
     other = {**measured, "audited_model": False, "model": "cnn"}
     one, two = (noise.model_copy(update={"utility": noise.utility.model_copy(update=u)}) for u in (measured, other))
     assert words.cost(view(CONTROL, one), one).startswith(
         "It costs 5.0% of the accuracy (85.5% instead of 90.0% undefended; 95% interval of the loss: 2.0% to 8.0%)"
     )
     assert words.cost(view(CONTROL, two), two).endswith("That is the cost of another model, cnn.")
-    scope = words.training_scope(view(CONTROL, one))
+    assert "All have the same learning rate. All clients" in str(words.training_scope(view(CONTROL, noise)))
+    assert CONTROL.utility is not None
+    clean = CONTROL.model_copy(update={"utility": CONTROL.utility.model_copy(update=grid)})
+    scope = words.training_scope(view(clean, one))
     assert scope is not None and "lenet, the audited model: FedSGD, 10 clients; per defense 3 trainings" in scope
-    assert "none 0.05 × 1; noise 0.05 × 4" in scope and "All clients are defended" in scope
+    assert "none 0.05 × 1; noise 0.05 × 4 (the largest tried)." in scope and "All clients are defended" in scope
     assert "reaches 50.0% undefended" in str(words.training_scope(view(one)))
     assert "cnn, another model than the audited one" in str(words.training_scope(view(two)))

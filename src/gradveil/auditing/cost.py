@@ -172,6 +172,7 @@ def utility_row(case: Case, trained: StoredCell | None, clean: StoredCell | None
         rounds=plan.rounds,
         lr=plan.lr,
         server_lr=trained.server_lr or 1.0,
+        tried=training.factors,
     )
 
 

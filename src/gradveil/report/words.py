@@ -304,7 +304,11 @@ def loss_interval(defense: DefenseRow) -> str:
 def learning_rate(defense: DefenseRow) -> str:
     """The one of the clients, and the factor that was chosen for the server."""
     measured = defense.utility
-    return NOTHING if measured is None else f"{measured.lr:g} × {measured.server_lr:g}"
+    if measured is None:
+        return NOTHING
+    ends = {min(measured.tried): " (the smallest tried)", max(measured.tried): " (the largest tried)"}
+    end = ends.get(measured.server_lr, "") if len(measured.tried) > 1 else ""
+    return f"{measured.lr:g} × {measured.server_lr:g}{end}"
 
 
 def training_scope(summary: Summary) -> str | None:
@@ -318,11 +322,15 @@ def training_scope(summary: Summary) -> str | None:
     absent = "All clients are defended, so there is no training without them to compare with."
     if measured.acc_absent is not None:
         absent = f"Without the clients that would be defended, it reaches {percent(measured.acc_absent, 1)} undefended."
-    rates = "; ".join(f"{d.spec} {learning_rate(d)}" for d in summary.defenses if d.utility)
+    rates = "All have the same learning rate"
+    if len(measured.tried) > 1:
+        rates = (
+            "For each defense a factor on the server's learning rate was chosen on images of the clients that were held back: "
+        )
+        rates += "; ".join(f"{d.spec} {learning_rate(d)}" for d in summary.defenses if d.utility)
     return (
         f"The cost was measured by training {measured.model}, {which}: {measured.scope}; per defense {seeds}.{how} "
-        "Accuracies are means of the last rounds. For each defense a factor on the server's learning rate was chosen on images "
-        f"of the clients that were held back: {rates}. {absent}"
+        f"Accuracies are means of the last rounds. {rates}. {absent}"
     )
 
 
