@@ -99,7 +99,7 @@ def test_what_it_refuses(text, says):
 def test_every_number_and_text_of_a_defense_can_be_asked_for():
     wanted = {f"worst.{metric}.{part}" for metric in ("psnr", "ssim", "mse", "lpips") for part in Statistic.model_fields}
     wanted |= {f"worst.identified.{part}" for part in Rate.model_fields}
-    wanted |= {f"utility.{part}" for part in UtilityRow.model_fields}
+    wanted |= {f"utility.{part}" for part in UtilityRow.model_fields if part not in ("model", "scope", "tried")}
     wanted |= {
         "worst.asr",
         "worst.attacks",
@@ -111,10 +111,11 @@ def test_every_number_and_text_of_a_defense_can_be_asked_for():
     }
     for field in sorted(wanted):
         assert Condition(f"{field} > 0").fields == {field}
-    for field in ("spec", "verdict"):
+    for field in ("spec", "verdict", "utility.model", "utility.scope"):
         assert Condition(f"{field} == ''").fields == {field}
     for field in ("stage", "counter", "claimed"):
         assert Condition(f"'' in {field}").fields == {field}
+    assert Condition("4.0 in utility.tried").fields == {"utility.tried"}
 
 
 def test_what_was_not_measured_is_named_for_each_defense():
