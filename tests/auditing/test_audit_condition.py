@@ -115,7 +115,6 @@ def test_every_number_and_text_of_a_defense_can_be_asked_for():
         assert Condition(f"{field} == ''").fields == {field}
     for field in ("stage", "counter", "claimed"):
         assert Condition(f"'' in {field}").fields == {field}
-    assert Condition("4.0 in utility.tried").fields == {"utility.tried"}
 
 
 def test_what_was_not_measured_is_named_for_each_defense():
