@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradveil.attacks.generative import gan
 from gradveil.auditing.case import Case
@@ -16,6 +17,8 @@ from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.types import Tensors
 from gradveil.storage.run_folder import RunFolder
 
 
@@ -26,6 +29,26 @@ def small(**settings: object) -> Case:
     return Case(make_spec({"data": (x, y), "model": model, "victims": 4, **settings}))
 
 
+@pytest.fixture
+def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that gradients alone move, a hundredth of a second per victim: so that a busy machine changes nothing."""
+    passed = [0.0]
+    one, many = ModelFunction.gradient, ModelFunction.gradients
+
+    def gradient(self: ModelFunction, *values: Any, **options: Any) -> Tensors:
+        passed[0] += 0.01
+        return one(self, *values, **options)
+
+    def gradients(self: ModelFunction, state: Tensors, x: Tensor, *values: Any, **options: Any) -> Tensors:
+        passed[0] += 0.01 * len(x)
+        return many(self, state, x, *values, **options)
+
+    monkeypatch.setattr(ModelFunction, "gradient", gradient)
+    monkeypatch.setattr(ModelFunction, "gradients", gradients)
+    monkeypatch.setattr(time, "process_time", lambda: passed[0])
+
+
+@pytest.mark.usefixtures("counted_time")
 def test_the_plan_is_near_the_cpu_time_that_is_used(tmp_path: Path) -> None:
     case = small(defenses=["gaussian:std=0.5"], attacks=["ig:steps=600", "idlg:steps=150", "linear", "noise-likelihood"])
     plan = make_plan(case)
@@ -35,9 +58,10 @@ def test_the_plan_is_near_the_cpu_time_that_is_used(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     used = sum(folder.outcome(cell.key).cpu_seconds or 0.0 for cell in plan)
     assert used > 2
-    assert used / 2 < expected < 2 * used  # 1.5 on a quiet machine; the machine of this test may be a busy one
+    assert used / 1.5 < expected < 1.5 * used
 
 
+@pytest.mark.usefixtures("counted_time")
 def test_the_trainings_of_the_cost_are_timed_by_a_few_clients_of_a_few_rounds(tmp_path: Path) -> None:
     utility = {"rounds": 40, "clients": 8, "images": 12, "batch_size": 4, "seeds": 2, "defended": 4}
     case = small(defenses=["gaussian:std=0.5"], attacks=["linear"], utility=utility)
@@ -48,7 +72,7 @@ def test_the_trainings_of_the_cost_are_timed_by_a_few_clients_of_a_few_rounds(tm
     spent = time.process_time() - begun
     run_audit(case, Execution(out=tmp_path / "run", workers=0))
     used = sum(RunFolder(tmp_path / "run").outcome(cell.key).cpu_seconds or 0.0 for cell in cells)
-    assert used / 3 < expected < 3 * used  # the machine may be a busy one
+    assert used / 1.5 < expected < 1.5 * used
     assert spent < used / 2
 
 

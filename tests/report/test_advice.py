@@ -283,7 +283,7 @@ def test_of_python_objects_the_steps_are_in_words() -> None:
 def test_attacks_that_had_no_time_come_before_stronger_ones() -> None:
     short: dict[str, Any] = {"attacks": ["standard", "ig:steps=26"], "without": ["swift", "prune-mask"]}
     (step,) = advised(control(control_rate=0.1), defense("prune", "cannot tell"), **short).next_steps
-    assert step.code == "more-time" and "swift and prune-mask took no part" in step.reason
+    assert step.code == "stronger-attacks" and "swift and prune-mask took no part" in step.reason
     assert step.command is not None and "without" not in step.command and "ig:steps" not in step.command
 
 

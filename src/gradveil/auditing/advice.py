@@ -165,7 +165,7 @@ def _stronger_attacks(evidence: Evidence) -> NextStep:
     why = f"{got}, so it says nothing if none succeeds under one. "
     if spec.without and SUITE in spec.attacks:
         why += f"{listing(spec.without)} took no part. The command runs the whole suite; --plan tells how long it takes."
-        return _step(evidence, "more-time", why, without=(), attacks=(SUITE,))
+        return _step(evidence, "stronger-attacks", why, without=(), attacks=(SUITE,))
     if SUITE not in spec.attacks:
         return _step(evidence, "stronger-attacks", f"{why}The standard suite has more attacks.", attacks=(*spec.attacks, SUITE))
     if larger := _BUDGETS.get(spec.budget):
