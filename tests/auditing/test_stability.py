@@ -5,8 +5,15 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
+
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.progress import Display
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
 
 
 @pytest.fixture
@@ -27,3 +34,17 @@ def test_the_page_counts_what_differs(benchmark: ModuleType) -> None:
     assert "2 processes, 512 MB: the verdict differs in **0** of 2 audits, p in 0." in text
     assert "with 2 MB too: the verdict differs in **1** of 2 audits, p in 2." in text
     assert text.count("| gaussian:std=0.7 |") == 2 and "| unrefuted, 0.020 | 0.25 |" in text
+
+
+@pytest.mark.parametrize(("memory", "said"), [("2M", True), (None, False)])
+def test_less_memory_than_all_sums_are_made_with_is_said(memory: str | None, said: bool, tmp_path: Path) -> None:
+    class Notes(Display):
+        texts: ClassVar[list[str]] = []
+
+        def note(self, text: str) -> None:
+            self.texts.append(text)
+
+    Notes.texts.clear()
+    case = Case(make_spec({"attacks": ["linear"], "defenses": ["none"], "victims": 1}))
+    run_audit(case, Execution(out=tmp_path / "run", workers=0, memory=memory), Notes())
+    assert any("a close verdict may change" in text for text in Notes.texts) == said

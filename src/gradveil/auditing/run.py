@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gradveil.attacks.base import TOGETHER
 from gradveil.auditing.case import Case
 from gradveil.auditing.fit import CHOSEN, fit
 from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
@@ -71,6 +72,8 @@ def complete(
     memory, workers = execution.memory_bytes, _workers(case, execution)
     share = memory if execution.ray is not None else share_of_memory(memory, workers)
     limits = Limits(share, find_device(execution.device))
+    if missing and share is not None and share < TOGETHER:
+        display.note(f"with less than {TOGETHER >> 20} MB per process sums are rounded differently; a close verdict may change")
     try:
         run_cells(missing, case, folder, display, limits, workers=workers, ray=execution.ray, deadline=deadline)
     except KeyboardInterrupt:
