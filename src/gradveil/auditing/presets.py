@@ -47,9 +47,9 @@ PRESETS: dict[str, RealFederation] = {
     "chest-labels": RealFederation(
         "a classifier with several labels per scan, trained with Adam",
         "CheXpert-like clients (Irvin et al. 2019: batch 16, Adam at 1e-4, binary cross entropy). "
-        "Here scans of MedNIST with the labels that follow from their class, 8 images per client, a narrow ConvNet.",
+        "Here scans of MedNIST with the labels that follow from their class, 8 images per client, a narrow ResNet20.",
         {
-            **{"data": "gradveil.data.medical:mednist_labels", "loss": "multi-label", "model": "convnet:width=8"},
+            **{"data": "gradveil.data.medical:mednist_labels", "loss": "multi-label", "model": "resnet20:width=4"},
             **{"batch_size": 8, "local_batch_size": 8, "local_optimizer": "adam", "local_lr": 0.0001, "victims": 8},
         },
     ),
