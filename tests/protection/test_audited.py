@@ -15,7 +15,7 @@ import torch
 
 import gradveil as gv
 from gradveil.core.errors import UserError
-from gradveil.protection.audited import Audited, mini_batches_of, units_of
+from gradveil.protection.audited import Audited, units_of
 from gradveil.protection.flower import protect_arrays
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_steps_are_counted_as_local_training_makes_them() -> None:
         training = gv.LocalTraining(epochs=epochs, batch_size=size, accumulate=accumulate, lr=0.1)
         steps = training.steps(images)
         assert units_of(training, images).steps == len(steps)
-        assert mini_batches_of(training, images) == sum(map(len, steps))
+        assert training.number_of_mini_batches(images) == sum(map(len, steps))
     assert units_of(gv.LocalTraining(), 7).steps == 1
     assert units_of(gv.LocalTraining(epochs=10**9, batch_size=1, lr=0.1), 10**9).steps == 10**18
 

@@ -51,7 +51,7 @@ def row_bytes(work: Workload) -> int:
     model = work.task.model
     parameters = sum(t.numel() for name, t in model.module.named_parameters() if name in model.trainable)
     images = work.batch_size * activations(model.module, work.task.input_shape)
-    steps = len(work.training.steps(work.batch_size))  # local steps are differentiated through, all of them
+    steps = work.training.number_of_steps(work.batch_size)  # local steps are differentiated through, all of them
     return 4 * steps * (_UPDATES * parameters + _ACTIVATIONS * images)
 
 

@@ -243,7 +243,7 @@ def _training(kind: Kind, spec: CapturedSpec, images: int) -> LocalTraining:
     training = LocalTraining(
         epochs=epochs, batch_size=spec.local_batch_size, lr=spec.lr, optimizer=spec.local_optimizer, mode=spec.mode
     )
-    if (steps := epochs * -(-images // min(spec.local_batch_size or images, images))) > MAX_STEPS:
+    if (steps := training.number_of_mini_batches(images)) > MAX_STEPS:
         raise UserError(f"{steps:,} local steps are said to be behind the update; attacks simulate at most {MAX_STEPS:,}.")
     return training
 

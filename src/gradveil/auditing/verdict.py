@@ -65,7 +65,7 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     baseline = cells[plan.of("baseline")[0].key]
     data = case.data
     training = case.training
-    facts: dict[str, object] = {"local_steps": len(training.steps(case.spec.batch_size)), "local_lr": training.lr}
+    facts: dict[str, object] = {"local_steps": training.number_of_steps(case.spec.batch_size), "local_lr": training.lr}
     facts |= {"local_epochs": training.epochs, "frozen": training.frozen}
     facts |= {"input_shape": data.input_shape, "num_classes": data.num_classes, "class_names": tuple(data.class_names)}
     facts |= {"mean": tuple(data.mean.tolist()), "std": tuple(data.std.tolist())}

@@ -133,7 +133,7 @@ class LocalTraining:
 
     def is_single_step(self, images: int) -> bool:
         """Whether one step of SGD is made, so that the weight difference is a gradient in other units."""
-        return [len(parts) for parts in self.steps(images)] == [1] and isinstance(optimizer(self.optimizer), LocalSGD)
+        return self.number_of_mini_batches(images) == 1 and isinstance(optimizer(self.optimizer), LocalSGD)
 
     def steps(self, images: int, rng: Stream | None = None) -> list[list[MiniBatch]]:
         """The mini-batches of each step of a round. Without `rng` no epoch has a new order: an adversary does not know it."""
@@ -148,8 +148,14 @@ class LocalTraining:
                 parts += places
         return [parts[i : i + self.accumulate] for i in range(0, len(parts), self.accumulate)]
 
+    def number_of_mini_batches(self, images: int) -> int:
+        """How often a gradient is computed in a round. Counted without a list, which others could make long."""
+        size = images if self.lr is None else self.batch_size or images
+        return self.epochs * -(-images // size)
+
     def number_of_steps(self, images: int) -> int:
-        return len(self.steps(images))
+        """Steps of the optimiser in a round."""
+        return -(-self.number_of_mini_batches(images) // self.accumulate)
 
     def difference(self, start: Tensors, steps: Sequence[Sequence[MiniBatch]], gradient: LocalGradient) -> Tensors:
         """Weights after the steps minus weights before."""

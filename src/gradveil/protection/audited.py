@@ -154,15 +154,8 @@ def registered(text: str) -> Defense:
     return parse(text)
 
 
-def mini_batches_of(training: LocalTraining, images: int) -> int:
-    """How often a client computes a gradient for one update. Counted without a list, which others could make long."""
-    size = images if training.lr is None else training.batch_size or images
-    return training.epochs * -(-images // size)
-
-
 def units_of(training: LocalTraining, images: int) -> Units:
-    steps = -(-mini_batches_of(training, images) // training.accumulate)
-    return Units(kind=training.kind, steps=steps, lr=training.lr)
+    return Units(kind=training.kind, steps=training.number_of_steps(images), lr=training.lr)
 
 
 def versions_of(defense: Defense) -> dict[str, int]:
@@ -281,10 +274,10 @@ class Audited:
         """Refuse an update of other tensors than the audited ones. Their names may differ between engines."""
         if self.protection is None:
             return
-        here, there = Counter(map(tuple, shapes)), Counter(map(tuple, self.protection.task.parameters.values()))
-        if here != there:
-            count = f"{plural(here.total(), 'trained tensor')}, not the {there.total()} of {self.protection.task.model}"
-            self.refuse([count if here.total() != there.total() else "trained tensors of other shapes"])
+        sent, audited = Counter(map(tuple, shapes)), Counter(map(tuple, self.protection.task.parameters.values()))
+        if sent != audited:
+            count = f"{plural(sent.total(), 'trained tensor')}, not the {audited.total()} of {self.protection.task.model}"
+            self.refuse([count if sent.total() != audited.total() else "trained tensors of other shapes"])
 
     def check_model(self, mode: Mode, shapes: Iterable[Sequence[int]]) -> None:
         """The same where the model is at hand."""

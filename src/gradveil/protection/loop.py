@@ -179,16 +179,16 @@ def audited_task(audited: Audited, task: TaskOptions, input_shape: Shape) -> Tas
     """The task as audited where nothing else is stated. Another one is refused, unless that is wanted."""
     if audited.protection is None:
         return task
-    there = audited.protection.task
-    if "loss" not in task and there.loss not in NAMED:
-        raise UserError(f"the audit was with the loss '{shorten(there.loss, 80)}'; give it as loss=….")
-    classes = task.get("num_classes", there.num_outputs)
-    mean, std = list(task.get("mean", there.mean)), list(task.get("std", there.std))
-    different = [] if input_shape == there.input_shape else [f"images of {shape_text(input_shape)}"]
-    different += [] if classes == there.num_outputs else [f"{classes} classes"]
-    different += [] if _close(mean, there.mean) and _close(std, there.std) else ["another mean or std"]
+    expected = audited.protection.task
+    if "loss" not in task and expected.loss not in NAMED:
+        raise UserError(f"the audit was with the loss '{shorten(expected.loss, 80)}'; give it as loss=….")
+    classes = task.get("num_classes", expected.num_outputs)
+    mean, std = list(task.get("mean", expected.mean)), list(task.get("std", expected.std))
+    different = [] if input_shape == expected.input_shape else [f"images of {shape_text(input_shape)}"]
+    different += [] if classes == expected.num_outputs else [f"{classes} classes"]
+    different += [] if _close(mean, expected.mean) and _close(std, expected.std) else ["another mean or std"]
     audited.refuse(different)
-    return {"num_classes": classes, "mean": mean, "std": std, "loss": task["loss"] if "loss" in task else NAMED[there.loss]}
+    return {"num_classes": classes, "mean": mean, "std": std, "loss": task["loss"] if "loss" in task else NAMED[expected.loss]}
 
 
 def _close(values: Sequence[float], others: Sequence[float]) -> bool:

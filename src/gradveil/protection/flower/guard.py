@@ -24,7 +24,7 @@ from gradveil.core.results import GradientChange
 from gradveil.core.types import Batch, Tensors
 from gradveil.core.update_change import update_change
 from gradveil.defenses.base import Refused, Step, checked_update, is_plain
-from gradveil.protection.audited import Audited, DefenseSource, mini_batches_of, options_of
+from gradveil.protection.audited import Audited, DefenseSource, options_of
 from gradveil.protection.door import Checked, Door, DoorOptions, text_kept_here
 from gradveil.protection.flower.arrays import check_arrays
 from gradveil.protection.flower.messages import check_facts, numpy_arrays
@@ -115,7 +115,7 @@ class Guard(Shield):
         audited = self._door.audited
         audited.check_tensors(u.shape for u in update.values())
         if self._round and (protection := audited.protection):
-            wanted = mini_batches_of(protection.training, protection.images)
+            wanted = protection.training.number_of_mini_batches(protection.images)
             audited.refuse([f"{self._round} calls of backward, not {wanted}"] if self._round != wanted else [])
         client, start = self._client, {name: t.clone() for name, t in self._start.items()}
         step = Step(client.task, start, self._private, client.draws("update"), client.memory)
