@@ -1,8 +1,4 @@
-"""What the layers of a network give away by their gradients alone, without any search.
-
-For one image, the bias gradient of a fully connected layer is the signal δ at its output and its weight gradient is δ aᵀ.
-So a = ∇Wᵀδ/‖δ‖² is the layer's input and Wᵀδ the signal at it, whatever comes after: loss, label, or a random draw.
-"""
+"""The fully connected layers of a network, as a forward pass meets them, and the gradients of its classifier."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,21 +35,6 @@ def linear_layers(observation: Observation) -> list[str]:
     with torch.no_grad(), hooked(m.register_forward_pre_hook(note(p)) for p, m in used):
         model(observation.state, images, model.draw_noise(2, torch_stream(0)))
     return order
-
-
-def exact_input(observation: Observation, layer: str) -> tuple[Tensor, Tensor] | None:
-    """The layer's input and the signal at it, or None where its gradients are not those of one image."""
-    tensors, state = observation.update.tensors, observation.state
-    weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
-    size = (bias**2).sum()
-    if not size > 0:
-        return None
-    a = weight.T @ bias / size
-    # One image leaves a matrix of rank one, δ aᵀ; noise, pruning or mixing do not.
-    if (weight - torch.outer(bias, a)).norm() > 1e-2 * weight.norm():
-        return None
-    signal = state[f"{layer}.weight"].double().T @ bias
-    return a.to(state[f"{layer}.weight"].dtype), signal.to(state[f"{layer}.weight"].dtype)
 
 
 def classifier_name(observation: Observation) -> str | None:

@@ -1,6 +1,6 @@
 """R-GAP (Zhu and Blaschko 2021): layer by layer back to the image, each layer a linear least-squares problem.
 
-The first fully connected layer gives its input and the signal at it exactly (see `attacks/layers.py`). Going back through
+The first fully connected layer gives its input and the signal at it exactly (see `apart.py`). Going back through
 an invertible activation gives a convolution's output z and the signal k at it; its input u then satisfies two sets of
 linear equations at once: conv(u) + b = z, and ∇W = the correlation of u with k. Both are solved together in float64.
 
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import grad as conv_grad
 
 from gradveil.attacks import ClosedForm, attack
-from gradveil.attacks.layers import exact_input, hooked, linear_layers
+from gradveil.attacks.analytic.apart import layer_inputs
+from gradveil.attacks.layers import hooked, linear_layers
 from gradveil.core.observation import Observation
 
 Matrix = NDArray[np.float64]
@@ -59,10 +60,10 @@ class RGAP(ClosedForm):
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
         layers = line(observation)
         assert layers is not None
-        exact = exact_input(observation, layers.pop().path)
-        if exact is None:
+        reading = layer_inputs(observation, layers.pop().path)
+        if reading is None or not reading.is_exact:
             return torch.zeros(1, *observation.task.input_shape), torch.tensor(1.0)
-        a, signal = (t.double()[None] for t in exact)
+        a, signal = reading.inputs.double(), reading.signals_at_inputs(observation).double()
         worst = 0.0
         while layers:
             a, signal, error = self.back(observation, layers.pop(), a, signal)

@@ -1,6 +1,6 @@
 """Targets that are no classes, from the gradient of a single image.
 
-The last layer gives its input a and the signal δ at its output exactly (see `attacks/layers.py`), so the model's output
+The last layer gives its input a and the signal δ at its output exactly (see `analytic/apart.py`), so the model's output
 is known: o = W a + b. The target y is one that gives the signal up to its size, which a defense may have changed:
 ∂loss/∂o (o, y) ∝ δ. Targets of 0 and 1 are told exactly. Of other targets only the direction from the output is known,
 which is enough to match an update; their distance is taken to be half a unit. Binary cross entropy and squared error are
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from gradveil.attacks.layers import classifier_gradients, classifier_name, exact_input
+from gradveil.attacks.analytic.apart import layer_inputs
+from gradveil.attacks.layers import classifier_gradients, classifier_name
 from gradveil.core.errors import UserError
 from gradveil.core.observation import Observation
 
@@ -24,14 +25,14 @@ def infer_targets(observation: Observation) -> Tensor:
     layer = classifier_name(observation)
     _, signal = classifier_gradients(observation)
     single = observation.knowledge.batch_size == 1 and observation.update.kind == "gradient"
-    exact = exact_input(observation, layer) if single and layer and signal is not None else None
-    if exact is None or signal is None:
+    reading = layer_inputs(observation, layer) if single and layer and signal is not None else None
+    if reading is None or not reading.is_exact or signal is None:
         raise UserError(
             "the targets cannot be told from this update (that takes the clean gradient of one image and a last layer with "
             "a bias); grant them with --knowledge paper."
         )
     state = observation.state
-    output = state[f"{layer}.weight"].double() @ exact[0].double() + state[f"{layer}.bias"].double()
+    output = state[f"{layer}.weight"].double() @ reading.inputs[0].double() + state[f"{layer}.bias"].double()
     target = _solve(observation, output, signal.double())
     if target is None:
         raise UserError("no targets explain this update under the loss given; is it the one the clients train with?")

@@ -2,7 +2,7 @@
 
 Images that a defense feeds look unnatural and their labels may be soft, so neither priors nor labels help. For one image
 behind one gradient neither is needed: a fully connected layer gives away its exact input and the exact signal at it (see
-`attacks/layers.py`), and together with the gradients of the layers before they fix the image.
+`analytic/apart.py`), and together with the gradients of the layers before they fix the image.
 """
 
 from dataclasses import dataclass, replace

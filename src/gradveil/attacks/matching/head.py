@@ -1,4 +1,4 @@
-"""The smaller problem before a fully connected layer whose exact input and signal are known (see `attacks/layers.py`).
+"""The smaller problem before a fully connected layer whose exact input and signal are known (see `analytic/apart.py`).
 
 The layers before it are matched as a network by itself, whose loss is ⟨features, signal⟩.
 """
@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.analytic.apart import layer_inputs
 from gradveil.attacks.base import Target
-from gradveil.attacks.layers import exact_input, hooked, linear_layers
+from gradveil.attacks.layers import hooked, linear_layers
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
@@ -77,11 +78,11 @@ def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
     layers = [layer] if layer else linear_layers(first)[:1]
     if not layers:
         return None
-    exact = [pair for o in target.observations if (pair := exact_input(o, layers[0])) is not None]
+    readings = [layer_inputs(o, layers[0]) for o in target.observations]
+    exact = [(r.inputs, r.signals_at_inputs(target.first)) for r in readings if r is not None and r.is_exact]
     if len(exact) < len(target.observations):
         return None
-    features, signals = torch.stack([a for a, _ in exact]), torch.stack([s for _, s in exact])
-    return cut_before(target, layers[0], features[:, None], signals[:, None])
+    return cut_before(target, layers[0], *(torch.stack(part) for part in zip(*exact, strict=True)))
 
 
 def cut_before(target: Target, layer: str, features: Tensor, signals: Tensor) -> Head | None:

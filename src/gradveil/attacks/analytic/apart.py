@@ -1,0 +1,217 @@
+"""What entered a fully connected layer, image by image, from the gradient of a batch.
+
+The gradient of a layer with bias is ∇W = Sᵀ X and ∇b = Sᵀ 1: X holds the inputs of K images (K × width), S the gradients of
+the loss at the layer's outputs, here called signals (K × outputs). For one image the division ∇Wᵀδ/‖δ‖² with δ = ∇b gives X
+(Phong et al. 2017; Geiping et al. 2020). For a batch every invertible Q gives another product, Sᵀ = U Q with an orthonormal
+basis U of the columns of [∇W ∇b]. A ReLU behind the layer tells which Q is right: it sets the signals of closed units to
+exactly zero, so the columns of Sᵀ are the sparsest vectors in the span of U (SPEAR, Dimitrov et al. 2024). No label is needed.
+
+SPEAR finds a column as the kernel of rows of U that are zero by luck, which takes about 2^K draws. Here many starts descend
+to sparse vectors at once, by reweighted least squares; a start needs some 20 small linear systems. Kernels of all rows that
+belong to closed units then make the columns as exact as the gradient. Whether a reading is right shows without the truth: the
+units that the inputs close must be those without a signal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.layers import hooked, linear_layers
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator, torch_stream
+
+EXACT = 1e-2  # error up to which a reading counts as exact
+_CONVERGED = 1e-4  # error below which no further start is tried
+_STARTS, _ROUNDS = 256, 12  # descents at once, and how often at most
+_KERNELS, _KERNEL_RANK = 8192, 12  # kernels per round, and up to which number of images
+_STEPS, _SHRINK = 25, 0.7  # of a descent; factor per step on what counts as zero
+_ZERO = 12.0  # standard deviations of the noise within which an entry counts as zero
+_REFINEMENTS = 30
+_MAX_IMAGES = 128  # the work grows with the third power
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The inputs of a fully connected layer that were read from an update: K rows, at most one per image.
+
+    Equal images share a row, and an image without any signal has none.
+    """
+
+    layer: str
+    inputs: Tensor  # K × width
+    signals: Tensor  # K × outputs: gradient of the loss at the layer's outputs, on the scale of the update
+    error: float  # ‖∇W − signalsᵀ inputs‖ / ‖∇W‖, with the signals of units that these inputs close set to zero; 0 = exact
+
+    @property
+    def is_exact(self) -> bool:
+        return self.error <= EXACT
+
+    def signals_at_inputs(self, observation: Observation) -> Tensor:
+        """The gradient of the loss at the layer's inputs (K × width)."""
+        weight = observation.state[f"{self.layer}.weight"]
+        return (self.signals.double() @ weight.double()).to(weight.dtype)
+
+
+def layer_inputs(observation: Observation, layer: str | None = None) -> LayerInputs | None:
+    """The inputs of `layer`, or of the first fully connected layer with a bias.
+
+    None where the layer cannot be read: it sent nothing, or a batch meets no ReLU behind it or has as many images as the layer
+    has units. An update that was changed on its way gives a reading with a large `error`.
+    """
+    layer = layer or next(iter(linear_layers(observation)), None)
+    if layer is None:
+        return None
+    sent, state = observation.update.tensors, observation.state
+    weight, bias = (sent[f"{layer}.{part}"].double() for part in ("weight", "bias"))
+    if not bool(bias.any()) or not bool(weight.any()):
+        return None
+    if observation.knowledge.batch_size == 1:
+        a = weight.T @ bias / (bias**2).sum()
+        reading = LayerInputs(layer, a[None], bias[None], float((weight - torch.outer(bias, a)).norm() / weight.norm()))
+    else:
+        count = observation.knowledge.batch_size
+        if count > min(_MAX_IMAGES, *(size - 2 for size in weight.shape)) or not _closes_below_zero(observation, layer):
+            return None
+        parts = (state[f"{layer}.{part}"].double() for part in ("weight", "bias"))
+        reading = replace(_Reader(torch.cat([weight, bias[:, None]], 1), count, *parts).read(), layer=layer)
+    dtype = state[f"{layer}.weight"].dtype
+    return replace(reading, inputs=reading.inputs.to(dtype), signals=reading.signals.to(dtype))
+
+
+def _closes_below_zero(observation: Observation, layer: str) -> bool:
+    """Whether outputs of the layer below zero are all alike to the rest of the network, as with a ReLU."""
+    model = observation.model
+    images = torch.randn(2, *observation.task.input_shape, generator=generator(0, "probe"))
+    images = images.to(next(iter(observation.state.values())).dtype)
+
+    def outputs(below: float, above: float) -> Tensor:
+        def change(_: nn.Module, __: tuple[Tensor, ...], z: Tensor) -> Tensor:
+            return torch.where(z < 0, z * below, z * above)
+
+        with torch.no_grad(), hooked([model.module.get_submodule(layer).register_forward_hook(change)]):
+            output: Tensor = model(observation.state, images, model.draw_noise(2, torch_stream(0)))
+        return output
+
+    plain = outputs(1, 1)
+    return torch.equal(plain, outputs(2, 1)) and not torch.equal(plain, outputs(1, 2))
+
+
+class _Reader:
+    """One gradient [∇W ∇b] of `count` images, as U · rest, and the search for the columns of Q."""
+
+    def __init__(self, gradient: Tensor, count: int, weight: Tensor, bias: Tensor):
+        self.gradient, self.weight, self.bias = gradient, weight, bias
+        self.rng = generator(0, "apart")
+        basis, self.noise = _column_basis(gradient, count, self.rng)
+        u, sizes, v = torch.linalg.svd(basis.T @ gradient, full_matrices=False)
+        rank = max(1, int((sizes[:count] > 4 * self.noise * sum(n**0.5 for n in gradient.shape)).sum()))
+        self.u: Tensor = basis @ u[:, :rank]
+        self.sizes: Tensor = sizes[:rank]
+        self.rest: Tensor = sizes[:rank, None] * v[:rank]
+        # Units that are closed for every image say nothing.
+        self.live = self.u[self.u.norm(dim=1) > 1e-6 * self.u.norm(dim=1).max()]
+        self.products = (self.live[:, :, None] * self.live[:, None]).flatten(1)
+
+    def read(self) -> LayerInputs:
+        rank = len(self.sizes)
+        best, candidates = self._reading(torch.eye(rank, dtype=torch.float64)), self.sizes.new_zeros(0, rank)
+        for turn in range(_ROUNDS):
+            fresh = [self._descend(self._starts(candidates))]
+            if turn and rank <= _KERNEL_RANK:
+                fresh.append(self._kernels())
+            candidates = self._sparsest(torch.cat([candidates, *fresh]))
+            best = min(best, self._refined(candidates), key=lambda reading: reading.error)
+            if best.error < _CONVERGED:
+                break
+        return best
+
+    def _starts(self, candidates: Tensor) -> Tensor:
+        """Rows of U, each a mixture of few signals, and random directions; most without what the sparsest candidates
+        explain, each without another number of them."""
+        rows = self.live[torch.randint(len(self.live), (_STARTS // 2,), generator=self.rng)]
+        random = torch.randn(_STARTS // 2, rows.shape[1], generator=self.rng, dtype=rows.dtype)
+        starts = torch.cat([nn.functional.normalize(rows), nn.functional.normalize(random)])
+        if len(candidates):
+            basis = torch.linalg.qr(candidates.T)[0]
+            explained = torch.arange(basis.shape[1]) < torch.randint(basis.shape[1], (len(starts), 1), generator=self.rng)
+            starts = starts - (starts @ basis * explained) @ basis.T
+        return nn.functional.normalize(starts)
+
+    def _kernels(self) -> Tensor:
+        """Directions with zeros in a random choice of as many rows as make a kernel; of many the sparsest."""
+        rank = len(self.sizes)
+        places = torch.rand(_KERNELS, len(self.live), generator=self.rng).topk(rank - 1, dim=1).indices
+        level = torch.randn(_KERNELS, 1, rank, generator=self.rng, dtype=torch.float64)
+        system = torch.cat([level, nn.functional.normalize(self.live)[places]], 1)
+        q = torch.linalg.solve_ex(system, torch.eye(rank, 1, dtype=torch.float64).expand(_KERNELS, -1, -1))[0][..., 0]
+        q = nn.functional.normalize(q[q.isfinite().all(1)])
+        return q[self._zeros(q).topk(min(_STARTS, len(q))).indices]
+
+    def _descend(self, q: Tensor) -> Tensor:
+        """Unit vectors q (n × rank) with sparse U q near the starts: least squares that forgive large entries."""
+        rank = q.shape[1]
+        for step in range(_STEPS):
+            entries = (q @ self.live.T).abs()
+            width = torch.maximum(entries.median(1, keepdim=True).values * _SHRINK**step, self._entry_noise(q))
+            moments = ((1 / (entries**2 + width**2)) @ self.products).unflatten(1, (rank, rank))
+            moments = moments / moments.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+            q = torch.linalg.eigh(moments)[1][:, :, 0]
+        return q
+
+    def _entry_noise(self, q: Tensor) -> Tensor:
+        """Standard deviation of the noise in the entries of U q (n × 1)."""
+        return (self.noise * torch.linalg.vector_norm(q / self.sizes, dim=1, keepdim=True)).clamp_min(1e-13)
+
+    def _zeros(self, q: Tensor) -> Tensor:
+        return ((q @ self.live.T).abs() <= _ZERO * self._entry_noise(q)).sum(1)
+
+    def _sparsest(self, q: Tensor) -> Tensor:
+        """Linearly independent directions, those with most zeros first."""
+        zeros = self._zeros(q)
+        kept = q.new_zeros(0, q.shape[1])  # orthonormal
+        chosen: list[int] = []
+        for i in zeros.argsort(descending=True, stable=True).tolist():
+            left = q[i] - kept.T @ (kept @ q[i])
+            if len(chosen) < q.shape[1] and left.norm() > 1e-3:
+                left = left - kept.T @ (kept @ left)
+                kept, chosen = torch.cat([kept, nn.functional.normalize(left, dim=0)[None]]), [*chosen, i]
+        return q[chosen]
+
+    def _refined(self, q: Tensor) -> LayerInputs:
+        """Each direction anew as the kernel of the rows whose units its inputs close, while that makes the error smaller."""
+        best = self._reading(q.T)
+        for _ in range(_REFINEMENTS):
+            closed = ~self._open(best.inputs)
+            if bool((closed.sum(1) < len(q)).any()):
+                break
+            moments = torch.einsum("ku,ui,uj->kij", closed.double(), self.u, self.u)
+            reading = self._reading(torch.linalg.eigh(moments)[1][:, :, 0].T)
+            if not reading.error < best.error:
+                break
+            best = reading
+        return best
+
+    def _open(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight.T + self.bias > 0
+
+    def _reading(self, q: Tensor) -> LayerInputs:
+        """What the columns of `q` say: the last entry of every row of the inputs is the 1 that multiplies the bias."""
+        inputs = torch.linalg.lstsq(q, self.rest).solution
+        scale = torch.where(inputs[:, -1:].abs() > 1e-12, inputs[:, -1:], 1e-12)
+        inputs, signals = inputs / scale, (self.u @ q).T * scale
+        signals = signals * self._open(inputs[:, :-1])
+        error = (self.gradient - signals.T @ inputs).norm() / self.gradient.norm()
+        return LayerInputs("", inputs[:, :-1], signals, float(error) if bool(error.isfinite()) else 1.0)
+
+
+def _column_basis(gradient: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, float]:
+    """A basis of the columns of a matrix of rank `count` with noise, and the noise's standard deviation per entry."""
+    sketch = torch.randn(gradient.shape[1], min(count + 8, *gradient.shape), generator=rng, dtype=gradient.dtype)
+    basis = torch.linalg.qr(gradient @ sketch)[0]
+    for _ in range(2):
+        basis = torch.linalg.qr(gradient @ (gradient.T @ basis))[0]
+    u = basis @ torch.linalg.svd(basis.T @ gradient, full_matrices=False)[0][:, :count]
+    return u, float((gradient - u @ (u.T @ gradient)).square().mean().sqrt())
