@@ -112,7 +112,8 @@ class _Reader:
         self.sizes: Tensor = sizes[:rank]
         self.rest: Tensor = sizes[:rank, None] * v[:rank]
         # Units that are closed for every image say nothing.
-        self.live = self.u[self.u.norm(dim=1) > 1e-6 * self.u.norm(dim=1).max()]
+        sums = self.u.square().sum(1)
+        self.live = self.u[sums > 1e-12 * sums.max()]
         self.products = (self.live[:, :, None] * self.live[:, None]).flatten(1)
 
     def read(self) -> LayerInputs:
@@ -163,10 +164,11 @@ class _Reader:
 
     def _entry_noise(self, q: Tensor) -> Tensor:
         """Standard deviation of the noise in the entries of U q (n × 1)."""
-        return (self.noise * torch.linalg.vector_norm(q / self.sizes, dim=1, keepdim=True)).clamp_min(1e-13)
+        return self.noise * (q / self.sizes).square().sum(1, keepdim=True).sqrt() + 1e-13
 
     def _zeros(self, q: Tensor) -> Tensor:
-        return ((q @ self.live.T).abs() <= _ZERO * self._entry_noise(q)).sum(1)
+        """How many entries of U q are zero within the noise (n)."""
+        return torch.le((q @ self.live.T).abs(), _ZERO * self._entry_noise(q)).sum(1)
 
     def _sparsest(self, q: Tensor) -> Tensor:
         """Linearly independent directions, those with most zeros first."""
