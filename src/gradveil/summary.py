@@ -340,6 +340,7 @@ class Summary(Record):
     victims_needed: tuple[VictimsNeeded, ...]
     defenses: tuple[DefenseRow, ...]
     baseline: ScoreRow | None  # what an adversary gets with no update at all
+    cost_left_out: float | None = None  # CPU seconds that measuring the cost would take, where there was no time for it
     recommendation: Recommendation
 
     @model_validator(mode="after")

@@ -14,13 +14,14 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.auditing import fit as fitting
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate
-from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, START, Fit, Settings, fit
+from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, START, Fit, Fitted, Settings, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
+from gradveil.report.words import cost
 from gradveil.storage.run_folder import RunFolder
 
 SECONDS = {"linear": 1.0, "rgap": 1.0, "swift": 40.0, "layer-subsets": 60.0, "expectation": 80.0, "inverter": 20.0}
@@ -83,7 +84,8 @@ def test_where_no_closed_form_applies_a_few_steps_take_the_place_of_swift(monkey
 @pytest.mark.usefixtures("known_times")
 def test_the_steps_that_fit_are_an_attack_of_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
-    chosen, text = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 30) / (1 - RESERVE))
+    fitted = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 30) / (1 - RESERVE))
+    chosen, text = fitted.case, fitted.note
     (short,) = [a for a in chosen.spec.attacks if str(a).startswith("ig:steps=")]
     assert "swift" in chosen.spec.without and "in place of swift" in text
     assert {cell.attack for cell in make_plan(chosen)} >= {short, "linear"}
@@ -91,7 +93,8 @@ def test_the_steps_that_fit_are_an_attack_of_the_audit(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("known_times")
 def test_what_was_chosen_is_a_setting_and_is_said() -> None:
-    chosen, text = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 56) / (1 - RESERVE))
+    fitted = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 56) / (1 - RESERVE))
+    chosen, text = fitted.case, fitted.note
     assert chosen.spec.without == ("prune-mask",) and chosen.spec.victims == 4
     assert "--minutes 1: 4 of 16 victims, budget quick; left out: prune-mask; expected to take" in text
     assert "prune-mask" not in {cell.attack for cell in make_plan(chosen)}
@@ -101,14 +104,16 @@ def test_what_was_chosen_is_a_setting_and_is_said() -> None:
 
 @pytest.mark.usefixtures("known_times")
 def test_the_time_of_an_accuracy_that_is_left_out_is_said() -> None:
-    chosen, text = fit(case(utility={"rounds": 9}), 5, 1, time.monotonic() + (START + 200) / (1 - RESERVE))
-    assert chosen.spec.utility is None and not chosen.spec.without
+    fitted = fit(case(utility={"rounds": 9}), 5, 1, time.monotonic() + (START + 200) / (1 - RESERVE))
+    chosen, text = fitted.case, fitted.note
+    assert fitted.left_out == {"utility": 200.0} and not chosen.spec.without
     assert "left out: the accuracy (3:20 of one core); expected" in text  # 100 s under each of two defenses
 
 
 @pytest.mark.usefixtures("known_times")
 def test_a_smaller_budget_comes_before_anything_else_is_left_out() -> None:
-    chosen, text = fit(case(budget="standard"), 9, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
+    fitted = fit(case(budget="standard"), 9, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
+    chosen, text = fitted.case, fitted.note
     assert chosen.spec.budget == "quick" and chosen.spec.victims == 16 and not chosen.spec.without
     assert "left out: budget standard" in text
 
@@ -126,7 +131,7 @@ class Slow(Attack):
 
 
 def test_what_has_no_time_is_left_out_and_done_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.auditing.run.fit", lambda case, *others: (case, "chosen"))
+    monkeypatch.setattr("gradveil.auditing.run.fit", lambda case, *others: Fitted(case, "chosen"))
     slow = Slow()
     object.__setattr__(slow, "name", "slow")
     audit = case(attacks=["linear", slow], victims=8)
@@ -151,3 +156,17 @@ def test_minutes_again_takes_the_settings_of_the_folder(tmp_path: Path, monkeypa
     run_audit(case(attacks=["linear"], victims=5), Execution(out=out, workers=0))
     summary = run_audit(case(attacks=["linear"], victims=16), Execution(out=out, workers=0, minutes=5)).summary
     assert summary.case.victims == 5
+
+
+def test_a_cost_that_takes_too_long_is_priced_in_time_and_measured_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradveil.auditing.run.fit", lambda case, *others: Fitted(case, "chosen", {"utility": 7200.0}))
+    audit = case(attacks=["linear"], victims=8, utility={"rounds": 1, "seeds": 1})
+    out = tmp_path / "run"
+    summary = run_audit(audit, Execution(out=out, workers=0, minutes=5)).summary
+    assert summary.cost_left_out == pytest.approx(7200)
+    assert "left out for lack of time: accuracy under none, accuracy under prune:ratio=0.5" in summary.not_tested
+    assert cost(summary, summary.defenses[1]) == "Its cost in accuracy was not measured: that takes 2.0 hours of one core."
+    again = run_audit(audit, Execution(out=out, workers=0)).summary
+    assert again.cost_left_out is None and again.defenses[1].utility is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
 from gradveil.core.errors import UserError
-from gradveil.core.text import listing, plural
+from gradveil.core.text import duration, listing, plural
 from gradveil.defenses.base import Defense
 from gradveil.defenses.gradient.dpsgd import NOISE, DpSgd
 from gradveil.defenses.gradient.graddefense import GradDefense
@@ -52,6 +52,7 @@ class Evidence:
     needed: Sequence[VictimsNeeded] = ()
     chance: float | None = None  # accuracy of a guess; None: the targets are no classes
     private: int = 0  # images
+    cost_left_out: float | None = None  # CPU seconds of the trainings for which there was no time
 
     @property
     def audited(self) -> list[DefenseRow]:
@@ -197,17 +198,20 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
     if evidence.spec.utility is None:
         changes["utility"] = True
         missing.append("the cost in accuracy")
+    elif evidence.cost_left_out is not None:
+        missing.append(f"the cost in accuracy, which takes {duration(evidence.cost_left_out)} of one core")
     else:
         training = _longer_training(evidence, codes)
         changes |= {"utility": evidence.spec.utility.model_copy(update=training)} if training else {}
         missing += [f"{plural(count, unit[:-1])} of the training" for unit, count in training.items()]
-    if changes:
+    if missing:
         names = listing(row.spec for row in rows)
-        yield _step(evidence, "complete-evidence", f"What is missing for {names}: {listing(missing)}.", **changes)
+        why = f"What is missing for {names}: {listing(missing)}."
+        yield NextStep(code="complete-evidence", reason=why, command=evidence.command(**changes))
     if failed := [row.spec for row in rows if "attacks-failed" in row.doubts or "no-attack-ran" in row.doubts]:
         why = f"Under {listing(failed)} attacks failed or did not run; the table of results says why."
         yield _step(evidence, "failed-attacks", why)
-    if evidence.spec.utility is not None and "cost-not-measured" in codes:
+    if evidence.spec.utility is not None and evidence.cost_left_out is None and "cost-not-measured" in codes:
         unpriced = listing(row.spec for row in rows if "cost-not-measured" in reasons[row.spec])
         why = f"The training that measures what {unpriced} costs failed; its file in the run's folder `cells` says why."
         yield _step(evidence, "failed-training", why)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gradveil.attacks.base import ClosedForm
 from gradveil.attacks.suite import Counters
@@ -28,7 +28,7 @@ LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT = "swift"
 LEAST_STEPS, MOST_STEPS = 10, 200  # of what replaces it; the budget shortens longer ones
-CHOSEN = ("attacks", "victims", "budget", "without", "utility")  # settings of an audit
+CHOSEN = ("attacks", "victims", "budget", "without")  # settings of an audit
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,17 @@ class Fit:
         return min(self.case.spec.victims, max(LEAST_VICTIMS, needed.get(0.5) or LEAST_VICTIMS))
 
 
-def fit(case: Case, minutes: float, workers: int, deadline: float) -> tuple[Case, str]:
-    """The case with settings that fit before the deadline (of `time.monotonic`), and what was chosen, in a line."""
+@dataclass(frozen=True)
+class Fitted:
+    """An audit that fits."""
+
+    case: Case
+    note: str  # what was chosen
+    left_out: dict[str, float] = field(default_factory=dict)  # kinds of cells, and CPU seconds of each kind
+
+
+def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
+    """The case with settings that fit before the deadline (of `time.monotonic`)."""
     asked, needed = case.spec, 0.0
     while True:
         tried = Fit(case, workers)
@@ -141,16 +150,15 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> tuple[Case
         case = Case(case.spec.model_copy(update={"budget": lower}))
     kept = [text for text in sorted(chosen.without) if text not in asked.without]
     changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}
-    if not chosen.utility:
-        changes["utility"] = None
     if chosen.steps:
         changes["attacks"] = (*asked.attacks, f"ig:steps={chosen.steps}")
     cost = sum(tried.times[cell.key].seconds for cell in tried.cells if cell.kind == "utility")
-    left = [*kept, *([f"the accuracy ({clock_text(cost)} of one core)"] if not chosen.utility else [])]
+    left_out = {} if chosen.utility else {"utility": cost}
+    left = [*kept, *(f"the accuracy ({clock_text(seconds)} of one core)" for seconds in left_out.values())]
     left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
     victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
     text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "
     text += f"ig with {plural(chosen.steps, 'step')} in place of {SWIFT}; " if chosen.steps else ""
     text += f"expected to take {clock_text(tried.seconds(chosen))}"
     same = case.spec.model_copy(update=changes) == case.spec
-    return case if same else Case(case.spec.model_copy(update=changes)), text
+    return Fitted(case if same else Case(case.spec.model_copy(update=changes)), text, left_out)

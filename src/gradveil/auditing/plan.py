@@ -21,6 +21,7 @@ from gradveil.metrics.leak_test import Background, detectable, victims_needed
 from gradveil.metrics.registry import registered
 from gradveil.summary import VictimsNeeded
 
+KIND_NAMES = {"utility": "accuracy", "train": "training", "observe": "updates", "look": "direct look"}  # in words
 CellKind = Literal["baseline", "train", "observe", "look", "attack", "utility"]  # in the order in which they are done
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
@@ -47,8 +48,7 @@ class Cell:
     def __str__(self) -> str:
         if self.kind == "baseline":
             return "baseline without an update"
-        names = {"utility": "accuracy", "train": "training", "observe": "updates", "look": "direct look"}
-        work = names.get(self.kind, self.attack)
+        work = KIND_NAMES.get(self.kind, self.attack)
         server = f" from {self.attack}" if self.kind == "observe" and self.attack else ""
         return f"{work} under {self.defense}{server}"
 

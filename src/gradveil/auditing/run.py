@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradveil.attacks.base import TOGETHER
 from gradveil.auditing.case import Case
-from gradveil.auditing.fit import CHOSEN, fit
+from gradveil.auditing.fit import CHOSEN, Fitted, fit
 from gradveil.auditing.limits import Execution, Limits, find_device, share_of_memory
 from gradveil.auditing.plan import Cell, make_plan, weights_of
 from gradveil.auditing.progress import Display
@@ -19,7 +19,7 @@ from gradveil.core.errors import UserError
 from gradveil.processes.temporary import remove_leftover_folders
 from gradveil.processes.worker import cores
 from gradveil.storage.reading import read_yaml
-from gradveil.storage.run_folder import Environment, RunFolder, RunIdentity
+from gradveil.storage.run_folder import Environment, Outcome, RunFolder, RunIdentity
 from gradveil.summary import Summary
 
 
@@ -44,14 +44,21 @@ def run_audit(case: Case, execution: Execution | None = None, display: Display |
     if execution.ray is not None and not case.spec.in_words:
         needs = "data, model and methods by name or as pkg.mod:factory"
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
-    display, deadline = display or Display(), None
+    display, deadline, left_out = display or Display(), None, dict[str, float]()
     if execution.minutes is not None:
         deadline = time.monotonic() + 60 * execution.minutes
-        case = _fitted(case, execution, deadline, display)
+        fitted = _fitted(case, execution, deadline, display)
+        case, left_out = fitted.case, fitted.left_out
     plan = make_plan(case)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
+        for kind, seconds in left_out.items():
+            cells = [cell for cell in missing if cell.kind == kind]
+            for cell in cells:
+                outcome = Outcome(status="not run", error="left out: no time", expected_cpu_seconds=seconds / len(cells))
+                folder.write(cell, outcome)
+        missing = [cell for cell in missing if cell.kind not in left_out]
         complete(plan.cells, missing, case, folder, execution, display, deadline)
         summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
         folder.finish(summary, time.perf_counter() - begun)
@@ -88,18 +95,19 @@ def _workers(case: Case, execution: Execution) -> int:
     return (cores() if execution.workers is None else execution.workers) if case.spec.in_words else 0
 
 
-def _fitted(case: Case, execution: Execution, deadline: float, display: Display) -> Case:
+def _fitted(case: Case, execution: Execution, deadline: float, display: Display) -> Fitted:
     """The case with settings that fit in the minutes; those of the folder, where it holds an audit already."""
     assert execution.minutes is not None
     stored = execution.out and execution.out / "audit.yaml"
     if stored and stored.is_file():
         before = read_yaml(stored)
         chosen = {name: before[name] for name in CHOSEN if name in before} if isinstance(before, dict) else {}
-        display.note(f"--minutes {execution.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
-        return Case(make_spec({**dict(case.spec), **chosen}))
-    case, text = fit(case, execution.minutes, max(1, _workers(case, execution)), deadline)
-    display.note(text)
-    return case
+        note = f"--minutes {execution.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken"
+        fitted = Fitted(Case(make_spec({**dict(case.spec), **chosen})), note)
+    else:
+        fitted = fit(case, execution.minutes, max(1, _workers(case, execution)), deadline)
+    display.note(fitted.note)
+    return fitted
 
 
 def default_folder(case: Case) -> Path:

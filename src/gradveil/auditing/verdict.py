@@ -16,7 +16,7 @@ from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
 from gradveil.auditing.cost import utility_row
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
-from gradveil.auditing.plan import Cell, Plan, needed_for_shares, suite_name
+from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, needed_for_shares, suite_name
 from gradveil.auditing.spec import written
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
@@ -72,7 +72,8 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
     chance = 1 / data.num_classes if data.has_classes else None
-    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private))
+    cost = sum(cell.expected_cpu_seconds or 0.0 for cell in cells.values() if cell.status == "not run") or None
+    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private), cost)
     return Summary(
         gradveil=__version__,
         suite=suite_name(case),
@@ -85,6 +86,7 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         victims_needed=needed,
         defenses=defenses,
         baseline=baseline.rows[0] if baseline.status == "ok" else None,
+        cost_left_out=cost,
         recommendation=advise(evidence),
     )
 
@@ -106,7 +108,7 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
 
 def left_out(case: Case, cells: Iterable[StoredCell]) -> list[str]:
     """Attacks that the audit would have had by itself, and cells for which there was no time."""
-    late = [f"{cell.attack or cell.kind} under {cell.defense}" for cell in cells if cell.status == "not run"]
+    late = [f"{cell.attack or KIND_NAMES[cell.kind]} under {cell.defense}" for cell in cells if cell.status == "not run"]
     named = {written(attack) for attack in case.spec.attacks}
     items = {"left out of the suite": [a for a in case.spec.without if a not in named], "left out for lack of time": late}
     return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names]

@@ -21,3 +21,10 @@ def listing(items: Iterable[str]) -> str:
     """`a, b and c`."""
     parts = list(items)
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}" if parts else ""
+
+
+def duration(seconds: float) -> str:
+    """`40 seconds`, `12 minutes`, `3.2 hours`: about how long."""
+    if seconds < 90:
+        return plural(max(1, round(seconds)), "second")
+    return plural(round(seconds / 60), "minute") if seconds < 5400 else f"{seconds / 3600:.1f} hours"

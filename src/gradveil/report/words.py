@@ -9,7 +9,7 @@ from typing import Literal
 
 from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, MOST_UNSEEN
 from gradveil.core.results import Rate, ScoreStatistics, Statistic
-from gradveil.core.text import listing, plural, shorten
+from gradveil.core.text import duration, listing, plural, shorten
 from gradveil.summary import (
     CANNOT_TELL,
     LEAKS,
@@ -278,7 +278,8 @@ def _no_counter(defense: DefenseRow) -> str:
 def cost(summary: Summary, defense: DefenseRow) -> str:
     """What a defense costs, as a sentence."""
     if defense.loss is None:
-        return "Its cost in accuracy was not measured."
+        hours = summary.cost_left_out
+        return f"Its cost in accuracy was not measured{f': that takes {duration(hours)} of one core' if hours else ''}."
     clean = summary.control.accuracy if summary.control else None
     cost = f"{digits(defense.loss, 1)}% of the accuracy"
     text = f"It costs {cost if defense.loss > 0 else 'no accuracy in this measurement'}"

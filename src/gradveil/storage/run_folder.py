@@ -65,6 +65,7 @@ class Outcome(Record):
     traceback: StorableText | None = None
     seconds: float | None = None
     cpu_seconds: float | None = None  # of the whole cell; an attack's `seconds` are without scoring and storing
+    expected_cpu_seconds: float | None = None  # of a cell that was left out because it takes too long
     rows: tuple[ScoreRow, ...] = ()  # attack, baseline
     victims: tuple[ImageScores, ...] = ()  # attack
     likeness: tuple[tuple[float, ...], ...] = ()  # attack, look: per batch, of all victims and strangers of its classes
