@@ -65,6 +65,15 @@ def test_what_does_not_fit_is_left_out_in_the_stated_order() -> None:
 
 
 @pytest.mark.usefixtures("known_times")
+def test_the_accuracy_comes_back_where_there_is_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECONDS, "swift", 500.0)
+    tried = Fit(case(utility=True), 1)
+    tried.slowness = 1.0
+    assert tried.choose(START + 300) == Settings(4, frozenset({"prune-mask", "swift"}), utility=True)
+    assert tried.choose(START + 100) == Settings(4, frozenset({"prune-mask", "swift"}), utility=False)
+
+
+@pytest.mark.usefixtures("known_times")
 def test_where_no_closed_form_applies_a_few_steps_take_the_place_of_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
     tried = Fit(case(attacks=["standard", "prune-mask"]), 1)  # attacks that were named stay

@@ -3,7 +3,8 @@
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
 neither closed forms nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
 `swift`. Of attacks the longest goes first. The control, every defense, the closed forms and attacks that were named stay.
-Where no closed form applies to the control, as many steps of `ig` as fit take the place of `swift`.
+Where no closed form applies to the control, as many steps of `ig` as fit take the place of `swift`. The accuracy is measured
+after all where what was left out later makes room for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT = "swift"
-LEAST_STEPS, MOST_STEPS = 10, 200  # of what replaces it; the budget shortens longer ones
+LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000  # of what replaces it; with enough, the accuracy comes first
 CHOSEN = ("attacks", "victims", "budget", "without")  # settings of an audit
 
 
@@ -88,7 +89,17 @@ class Fit:
         return any(time.reason is None for time in times)
 
     def choose(self, limit: float) -> Settings | float:
-        """The first settings within the limit; where there are none, the seconds of the last that were tried."""
+        """Settings within the limit; where there are none, the seconds of the smallest audit that was tried."""
+        chosen = self._first_within(limit)
+        if isinstance(chosen, float) or chosen.utility:
+            return chosen
+        steps = min(chosen.steps, ENOUGH_STEPS)
+        measured = replace(chosen, utility=True, steps=steps)
+        if self.seconds(measured) > limit:
+            return chosen
+        return replace(measured, steps=self._steps_within(limit, measured)) if steps else measured
+
+    def _first_within(self, limit: float) -> Settings | float:
         case = self.case
         counters = {name for defense in case.defenses.values() for name in Counters.of(defense).accepted}
         closed = {cell.attack for cell in self.cells if cell.attack and isinstance(case.attack(cell.attack), ClosedForm)}
@@ -117,8 +128,11 @@ class Fit:
             return self.seconds(settings)
         if least > limit:
             return least
-        steps = int((limit - self.seconds(shorter)) / self._seconds_per_step(shorter))
-        return replace(shorter, steps=min(MOST_STEPS, steps))
+        return replace(shorter, steps=self._steps_within(limit, shorter))
+
+    def _steps_within(self, limit: float, settings: Settings) -> int:
+        rest = limit - self.seconds(replace(settings, steps=0))
+        return min(MOST_STEPS, int(rest / self._seconds_per_step(settings)))
 
     def _least_victims(self) -> int:
         """As many as a verdict needs: to see a leak of half of the images."""
