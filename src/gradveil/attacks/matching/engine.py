@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Cost, Target, Workload
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
-from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly
+from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly, NaturalImages
 from gradveil.core.loops import Loop, Snapshot
 
 Curves = dict[str, list[float]]
@@ -33,7 +33,7 @@ class Solution:
 def solve(problem: Problem, start: Tensor | None = None) -> Solution:
     """Run a problem from its starts, or from `start` (victims · restarts × B × C × H × W, as the network takes them)."""
     match, target = problem.match, problem.target
-    unknowns = ImagesAndLabels(problem) if match.learn_labels else ImagesOnly(problem)
+    unknowns = _unknowns(problem)
     z = unknowns.begin(match.start.draw(target, match.restarts, target.rng) if start is None else start)
     history: Curves = {}
     if isinstance(match.optimizer, LBFGS):
@@ -44,6 +44,13 @@ def solve(problem: Problem, start: Tensor | None = None) -> Solution:
         z, value, used, history = _first_order(unknowns, match.optimizer, z)
     x, labels = unknowns.images(z), unknowns.labels(z)
     return Solution(x, value, problem.residual(x, labels), labels, used, history)
+
+
+def _unknowns(problem: Problem) -> ImagesOnly:
+    match = problem.match
+    if match.learn_labels:
+        return ImagesAndLabels(problem)
+    return ImagesOnly(problem) if match.coordinates is None else NaturalImages(problem, match.coordinates)
 
 
 def choose(problem: Problem, solution: Solution) -> Answer:

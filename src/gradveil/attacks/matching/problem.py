@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Target
-from gradveil.attacks.matching.distances import Cosine, Distance, RelativeL2, fitted
+from gradveil.attacks.matching.distances import Cosine, Distance, Nothing, RelativeL2, fitted
+from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.optimizers import LBFGS, Adam, FirstOrder
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.rows import Rows
@@ -36,6 +37,7 @@ class Match:
     warmup: int = 0
     patience: int | None = None  # stop when no row has improved for so many steps
     learn_labels: bool = False  # DLG: soft labels are unknowns too
+    coordinates: Coordinates | None = None  # in which steps are taken; None: pixels
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class Problem:
         return total
 
     def mismatch(self, x: Tensor, rows: Rows) -> Tensor:
-        """The distance alone, the mean over sightings."""
+        """The distance alone, the mean over sightings. Updates that nobody compares are not computed."""
+        if isinstance(self.match.distance, Nothing):
+            return x.new_zeros(len(x))
         total: Tensor | None = None
         for i, state in enumerate(self.states):
             updates = self.target.model.updates(state, x, rows.labels, self.target.training, rows.noise)

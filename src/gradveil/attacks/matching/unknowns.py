@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.matching import dense, frozen
+from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.optimizers import Objective
 from gradveil.attacks.matching.problem import Problem
 from gradveil.attacks.matching.rows import Rows
@@ -38,6 +39,30 @@ class ImagesOnly:
 
     def change_images(self, z: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return change(z)
+
+
+class NaturalImages(ImagesOnly):
+    """The images alone, by the coordinates of natural ones."""
+
+    def __init__(self, problem: Problem, coordinates: Coordinates):
+        super().__init__(problem)
+        self.coordinates = coordinates
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.coordinates.of_images(x)
+
+    def __call__(self, z: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        value, gradient = self.problem(self.images(z), index)
+        return value, self.coordinates.slope(gradient)
+
+    def quick(self, *, signed: bool) -> Objective:
+        return self
+
+    def images(self, z: Tensor) -> Tensor:
+        return self.coordinates.images(z)
+
+    def change_images(self, z: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.begin(change(self.images(z)))
 
 
 class ImagesAndLabels(ImagesOnly):

@@ -1,0 +1,191 @@
+"""Feature inversion: a fully connected layer gives away its inputs, image by image; find the images that have them. Ours.
+
+The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/analytic/apart.py` reads from one update.
+
+1. The inputs and signals of the first fully connected layer are read from its gradient, also of batches.
+2. Each input is inverted through the layers before it. A step is one forward and one backward pass: no derivative of a
+   gradient. ReLUs are left as they are, but let a share of the error pass where they are closed; without it a unit that is
+   closed by mistake never opens, and the search ends a thousand times further from the features.
+3. Steps are taken in coordinates of natural images, coarse structure first. Several starts and weights of the prior run side
+   by side, and are halved by the distance from features and gradients.
+4. From these images the gradients of the layers before are matched too, since the signals at the cut are known: where
+   features and gradients are more numbers than the pixels.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
+from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
+from gradveil.attacks.layers import linear_layers
+from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
+from gradveil.attacks.matching.engine import solve
+from gradveil.attacks.matching.head import FeatureMatch, Head, cut_before
+from gradveil.attacks.matching.natural import Coordinates, Natural
+from gradveil.attacks.matching.optimizers import Adam
+from gradveil.attacks.matching.priors import BoxPenalty
+from gradveil.attacks.matching.problem import Match, Problem, residual
+from gradveil.attacks.matching.rows import Rows
+from gradveil.core.errors import UserError
+from gradveil.core.loops import Loop
+from gradveil.core.observation import Observation
+
+RELU: tuple[object, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
+FACTORS = (1.0, 0.2)  # weights of the prior, as a share of the largest
+SHARES = (0.25, 0.25, 0.5)  # of the steps of the inversion, between halvings
+
+
+@attack("features", targets="unused")
+class FeatureInversion(Attack):
+    """Images with the inputs that a fully connected layer gives away.
+
+    Args:
+        steps: first-order steps of the inversion, scaled by the budget.
+        matching: steps that also match the gradients of the layers before, scaled by the budget.
+        starts: starts per weight of the prior.
+        prior: largest weight of how unlikely an image is.
+        lr: step size of Adam, in standard deviations of natural images.
+        slope: share of the error that passes a closed ReLU.
+    Example: gradveil audit --model flower-cnn --batch-size 8 --attack features:steps=2000
+    """
+
+    steps: int = Field(default=600, ge=4)
+    matching: int = Field(default=300, ge=0)
+    starts: int = Field(default=2, ge=1)
+    prior: float = Field(default=0.05, ge=0)
+    lr: float = Field(default=0.1, gt=0)
+    slope: float = Field(default=0.1, ge=0, le=1)
+
+    def applies(self, observation: Observation) -> str | None:
+        if observation.knowledge.training.kind != "gradient":
+            return "weight differences of local training do not give away the inputs of a layer"
+        if not linear_layers(observation):
+            return "the model has no fully connected layer with a bias"
+        single = observation.knowledge.batch_size == 1
+        return UNREADABLE if single and layer_inputs(observation) is None else None
+
+    def cost(self, work: Workload) -> Cost:
+        """A step of the inversion takes about a third of an evaluation with the derivative of an update."""
+        inversion, matching = self._steps(work)
+        return Cost(inversion // 3 + matching, len(FACTORS) * self.starts)
+
+    def run(self, target: Target) -> Answer:
+        victims = len(target.observations)
+        read = [layer_inputs(target.observations[i]) for i in Loop(victims)]
+        readings = {i: reading for i in range(victims) if (reading := read[i % len(read)]) is not None}
+        if not readings:
+            raise UserError(f"attack '{self.name}' does not apply: {UNREADABLE}.")
+        rows = list(readings)
+        answer = self._invert(target.subset(rows), list(readings.values()))
+        x, score = torch.full(target.shape, torch.nan), torch.full((victims,), torch.nan)
+        x[rows], score[rows] = answer.x, answer.score
+        return Answer(x, score, iterations=answer.iterations)
+
+    def _invert(self, target: Target, readings: Sequence[LayerInputs]) -> Answer:
+        count = target.shape[1]
+        signals = [r.signals_at_inputs(o) for o, r in zip(target.observations, readings, strict=True)]
+        features = torch.stack([_filled(r.inputs, count) for r in readings])
+        head = cut_before(target, readings[0].layer, features, torch.stack([_filled(s, count, 0) for s in signals]))
+        if head is None:  # the features are the images
+            return Answer(features.view(target.shape), torch.tensor([r.error for r in readings]))
+        search = _Search(self, head)
+        inversion, matching = self._steps(target.workload)
+        x, used = search.inverted(inversion), inversion
+        if matching and search.is_determined:
+            x, used = search.descend(RelativeL2(), x, matching), used + matching
+        return Answer(x, search.score(x), iterations=used)
+
+    def _steps(self, work: Workload) -> tuple[int, int]:
+        return work.steps(self.steps), work.steps(self.matching, least=50) if self.matching else 0
+
+
+UNREADABLE = "the first fully connected layer does not give away its inputs"
+
+
+class _Search:
+    """Images with the features of a head."""
+
+    def __init__(self, settings: FeatureInversion, head: Head):
+        self.settings, self.head = settings, head
+        self.coordinates = Coordinates.of(head.target)
+        self.weights = settings.prior * torch.tensor(FACTORS).repeat(settings.starts)
+
+    @property
+    def is_determined(self) -> bool:
+        """Whether features and gradients are more numbers than the pixels. If not, a closer fit makes worse images."""
+        _, images, *pixels = self.head.target.shape
+        sent = sum(t.numel() for t in self.head.target.first.update.tensors.values())
+        return sent + images * self.head.features.shape[2] >= images * math.prod(pixels)
+
+    def inverted(self, steps: int) -> Tensor:
+        """Step 3: one row of images per victim."""
+        victims, each = self.head.target.shape[0], len(self.weights)
+        scales = [0.1 + 0.4 * (i // len(FACTORS)) for i in range(each)]
+        x, weights = self.coordinates.draw(self.head.target, scales), self.weights.repeat(victims)
+        for share in SHARES:
+            x = self.descend(Nothing(), x, max(1, int(share * steps)), weights)
+            score = self.score(x).unflatten(0, (victims, -1))
+            kept = score.shape[1] // 2 if share != SHARES[-1] else 1
+            rows = score.topk(max(1, kept), dim=1, largest=False).indices + torch.arange(victims)[:, None] * score.shape[1]
+            x, weights = x[rows.flatten()], weights[rows.flatten()]
+        return x
+
+    def descend(self, distance: Distance, x: Tensor, steps: int, weights: Tensor | None = None) -> Tensor:
+        """Better images from `x`, victims · restarts first."""
+        prior = Natural(self.coordinates, self.settings.prior * FACTORS[-1] if weights is None else weights)
+        priors = (OpenMatch(self.head.features, self.settings.slope), prior, BoxPenalty(1.0))
+        restarts = len(x) // self.head.target.shape[0]
+        optimizer = Adam(self.settings.lr)
+        match = Match(distance, priors, optimizer, steps, restarts=restarts, coordinates=self.coordinates)
+        return solve(Problem(self.head.target, match), start=x).x
+
+    def score(self, x: Tensor) -> Tensor:
+        """How far images are from the features and from the gradients of the layers before, as a share of both."""
+        low, high = self.head.target.pixel_range
+        x = torch.minimum(torch.maximum(x, low), high)
+        rows = Rows.of(self.head.target, len(x) // self.head.target.shape[0])
+        return residual(self.head.target, x) + FeatureMatch(self.head.features)(x, rows)
+
+
+class OpenMatch(FeatureMatch):
+    """The match of features whose slope passes closed ReLUs."""
+
+    def __init__(self, features: Tensor, slope: float):
+        super().__init__(features)
+        self.mode = _OpenReLU(slope)
+
+    def outputs(self, x: Tensor, rows: Rows) -> Tensor:
+        with self.mode:
+            return super().outputs(x, rows)
+
+
+class _OpenReLU(TorchFunctionMode):
+    """Every ReLU, as a module or as a function, with a slope where it is closed. Its values stay."""
+
+    def __init__(self, slope: float):
+        super().__init__()
+        self.slope = slope
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func not in RELU:
+            return func(*args, **(kwargs or {}))
+        leaky = F.leaky_relu(args[0], self.slope)
+        return leaky + (torch.relu(args[0]) - leaky).detach()
+
+
+def _filled(rows: Tensor, count: int, factor: float = 1.0) -> Tensor:
+    """As many rows as there are images: equal images share a row, which is repeated, with its signal (`factor` 0) once."""
+    more = rows[torch.arange(count - len(rows)) % len(rows)]
+    return torch.cat([rows, factor * more])
