@@ -37,7 +37,6 @@ def test_images_behind_max_pooling_come_back_and_noise_stops_it(
     attack = parse("features")
     recovered, control = attack(clear, budget="quick"), attack(noisy, budget="quick")
     quality = best_psnr(recovered, truth)
-    assert quality.median() >= (30 if size == 1 else 20), quality
     assert (quality >= 25).float().mean() >= (1 if size == 1 else 0.5), quality  # one of the two batches is not read apart
     assert best_psnr(control, hidden).max() < 18
     # The adversary knows which of its answers to believe.
