@@ -15,11 +15,9 @@ process, which other load on the machine disturbs less than the clock. The peer 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from peer_process import PEER, PeerProcess
 from torch import Tensor
 
 from gradveil import __version__
@@ -51,8 +50,6 @@ from gradveil.metrics import psnr
 from gradveil.models import build
 from gradveil.storage.files import write_text
 
-HERE = Path(__file__).parent
-PEER = "breaching==0.1.2"
 TV = 1e-2  # the weight at which signed Adam does best on this LeNet; the same on both sides
 
 
@@ -71,55 +68,21 @@ NETS = (Net("LeNet", "lenet", 16, 4, 150), Net("ConvNet, width 64", "convnet", 2
 
 
 class Peer:
-    """The other side: a process in its own environment that answers one request at a time."""
+    """The other side, on the private images of a data set."""
 
     def __init__(self, data: DataSet, images: int, folder: Path):
-        python = environment()
         self.file, self.classes = folder / "images.npz", data.num_classes
         x, y = data.private.x[:images], data.private.y[:images]
         np.savez(self.file, x=x.numpy(), y=y.numpy(), mean=data.mean.numpy(), std=data.std.numpy())
-        self.log = (folder / "peer.log").open("w+")
-        self.process = subprocess.Popen(
-            [str(python), str(HERE / "peer" / "serve.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": "1"},
-        )
+        self.process = PeerProcess(folder)
 
     def __call__(self, spec: str, seed: int, images: int, steps: int) -> dict[str, Any]:
         """CPU seconds, PSNR and gradient norm of every image."""
-        assert self.process.stdin and self.process.stdout
         request = {"images": str(self.file), "count": images, "model": spec, "seed": seed, "steps": steps}
-        self.process.stdin.write(json.dumps({**request, "classes": self.classes, "tv": TV}) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            self.log.seek(0)
-            sys.exit(f"the peer stopped:\n{self.log.read()[-2000:]}")
-        return json.loads(answer)  # type: ignore[no-any-return]
+        return self.process.ask({**request, "classes": self.classes, "tv": TV})
 
     def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
-        self.log.close()
-
-
-def environment() -> Path:
-    """The peer's Python. torchvision is left out, which pip would bring in; `peer/standin.py` takes its place."""
-    home = HERE / ".peer"
-    python, ready = home / "bin" / "python", home / "ready"
-    if not ready.exists() or ready.read_text() != PEER:
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        torch_version = torch.__version__.partition("+")[0]
-        needs = [f"torch=={torch_version}", "numpy", "scipy", "hydra-core", "pyyaml", "tqdm", "pydantic"]
-        subprocess.run([*install, *needs], check=True)
-        subprocess.run([*install, "--no-deps", PEER], check=True)
-        ready.write_text(PEER)
-    return python
+        self.process.close()
 
 
 def coloured(data: DataSet) -> DataSet:
@@ -295,7 +258,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, nargs="+", default=[300, 2_400], help="of the peer in the race")
     parser.add_argument("--images", type=int, default=2, help="that the peer attacks in the race")
     parser.add_argument("--victims", type=int, default=16, help="that we attack at once in the race")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "results" / "speed.md")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "results" / "speed.md")
     args = parser.parse_args()
     nets: tuple[Net, ...] = NETS
     if args.quick:

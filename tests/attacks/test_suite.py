@@ -9,7 +9,16 @@ import torch
 
 from gradveil.attacks import Answer, Attack, Target, attack, registry
 from gradveil.attacks import parse as parse_attack
-from gradveil.attacks.suite import CLOSED, GENERIC, MATCHING, Counters, accepted_counters, is_countered, suite_attacks
+from gradveil.attacks.suite import (
+    GENERIC,
+    NEWEST,
+    SUITES,
+    Counters,
+    accepted_counters,
+    is_countered,
+    suite_attacks,
+    suite_named,
+)
 from gradveil.core.errors import UserError
 from gradveil.core.types import Tensors
 from gradveil.defenses import parse
@@ -17,7 +26,7 @@ from gradveil.defenses.base import Chain, Defense, Step
 from gradveil.defenses.registry import registry as defenses
 from gradveil.defenses.update.clip import Clip
 
-COMMON = [*CLOSED, *MATCHING["quick"]]
+COMMON = [*NEWEST.common("quick")]
 
 
 class Mine(Defense):
@@ -120,3 +129,10 @@ def test_an_attack_that_a_user_registers_against_a_defense_is_only_claimed(monke
     assert accepted_counters(Mine) == ()
     assert "mine-breaker" in Counters.of(Mine()).claimed
     assert not is_countered(Mine(), [registry["mine-breaker"]])
+
+
+def test_an_older_suite_stays_runnable_by_its_name() -> None:
+    assert [suite.name for suite in SUITES] == ["standard-v1", "standard-v2"]
+    assert suite_named("standard") is NEWEST is SUITES[-1] and suite_named("swift") is None
+    assert suite_attacks(Clip(), suite=SUITES[0]) == ["linear", "rgap", "swift", "clip-aware"]
+    assert suite_attacks(Clip()) == ["linear", "rgap", "features", "swift", "clip-aware"]

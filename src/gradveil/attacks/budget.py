@@ -1,4 +1,8 @@
-"""What an attack costs: how long it may work by its budget, and what one row of its batch takes in memory."""
+"""What an attack costs: how long it may work by its budget, and what one row of its batch takes in memory.
+
+A budget is a number of CPU seconds per victim and search. They are nominal: computed from the network, never measured, so that
+an attack takes the same steps on every machine.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +18,10 @@ from gradveil.core.types import Shape
 
 Budget = Literal["quick", "standard", "thorough"]
 _FACTOR = {"quick": 0.5, "standard": 1.0, "thorough": 4.0}
-_SMALL = 5e6  # multiply-adds of one image's forward pass up to which an attack gets all its steps
+SECONDS = {"quick": 60.0, "standard": 240.0, "thorough": 2400.0}  # nominal, of one search for one victim
+# Nominal seconds of one evaluation of an update with its derivative: per mini-batch, per multiply-add of a forward pass, and
+# per number that a layer gives out. Between .6 and 1.5 of the time that ten networks took on one core of a current CPU.
+_PER_PASS, _PER_MULTIPLY_ADD, _PER_OUTPUT = 5e-3, 1 / 1.5e9, 5e-8
 
 
 class Cost(NamedTuple):
@@ -35,10 +42,17 @@ class Workload:
     training: LocalTraining = field(default_factory=LocalTraining)
     public_images: int = 0
 
-    def steps(self, steps: int, *, least: int = 200) -> int:
-        """`steps` scaled by the budget, and down with the square root of the cost on large nets."""
-        share = min(1.0, (_SMALL / max(forward_cost(self.task.model.module, self.task.input_shape), 1.0)) ** 0.5)
-        return max(min(least, steps), int(steps * _FACTOR[self.budget] * share))
+    def steps(self, steps: int, *, least: int = 20) -> int:
+        """`steps` scaled by the budget, and no more than its CPU seconds allow."""
+        return max(min(least, steps), min(int(steps * _FACTOR[self.budget]), self.evaluations))
+
+    @property
+    def evaluations(self) -> int:
+        """How often the budget allows to compute an update and its derivative for one victim."""
+        module, shape = self.task.model.module, self.task.input_shape
+        image = forward_cost(module, shape) * _PER_MULTIPLY_ADD + activations(module, shape) * _PER_OUTPUT
+        passes, epochs = self.training.number_of_mini_batches(self.batch_size), self.training.epochs
+        return int(SECONDS[self.budget] / (passes * _PER_PASS + epochs * self.batch_size * image))
 
 
 # Copies of the parameters and of the activations that one row of a matching attack holds at its peak: the update, its

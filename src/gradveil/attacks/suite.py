@@ -1,7 +1,8 @@
-"""The standard suite: which attacks an audit tries, fixed by a version name so that its verdicts can be compared.
+"""The standard suites: which attacks an audit tries, fixed by a version name so that its verdicts can be compared.
 
-Closed forms first, then `swift`, then the counters of the defense at hand; the published matching attacks and the learned
-priors from the budget `standard` on. Attacks are batched over victims, so every attack sees all of them.
+Closed forms first, then the inversion of features, then `swift`, then the counters of the defense at hand; the published
+matching attacks and the learned priors from the budget `standard` on. Attacks are batched over victims, so every attack sees
+all of them. An older suite stays runnable by its name: it has the attacks of its time, each as it is now.
 
 A counter is an attack that is built to break a defense. The project accepts its own attacks as counters of exactly the
 classes that they declare (`against`): a subclass may do anything. What the author of a defense calls its counters, and what
@@ -18,11 +19,8 @@ from gradveil.core.errors import UserError
 from gradveil.defenses.base import Chain, Defense, claimed_counters
 from gradveil.defenses.update.none import NoDefense
 
-VERSION = "standard-v1"
-
-CLOSED = ("linear", "rgap")
 LEARNED = ("inverter", "ggl")
-MATCHING = {
+MATCHING: dict[Budget, tuple[str, ...]] = {
     "quick": ("swift",),
     "standard": ("swift", "ig", "idlg", "gradinversion", "bayes", *LEARNED),
     "thorough": (
@@ -32,6 +30,26 @@ MATCHING = {
     ),
 }
 GENERIC = ("layer-subsets", "expectation", "inverter")  # need only that the defense can be run
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The attacks on any defense; counters come on top."""
+
+    name: str
+    first: tuple[str, ...]  # in every budget, before the matching ones
+
+    def common(self, budget: Budget) -> tuple[str, ...]:
+        return (*self.first, *MATCHING[budget])
+
+
+SUITES = (Suite("standard-v1", ("linear", "rgap")), Suite("standard-v2", ("linear", "rgap", "features")))
+NEWEST = SUITES[-1]
+
+
+def suite_named(text: object) -> Suite | None:
+    """The suite that a text names: `standard` is the newest; None where it names none."""
+    return NEWEST if text == "standard" else next((suite for suite in SUITES if suite.name == text), None)
 
 
 def accepted_counters(defense: type[Defense]) -> tuple[str, ...]:
@@ -69,12 +87,12 @@ class Counters:
         return type(attack) in map(_attack_class, self.claimed)
 
 
-def suite_attacks(defense: Defense, budget: Budget = "quick", updates: int = 1) -> list[str]:
+def suite_attacks(defense: Defense, budget: Budget = "quick", updates: int = 1, suite: Suite = NEWEST) -> list[str]:
     """The suite for one defense: the common attacks, its counters, and what several updates of a batch allow."""
     counters = Counters.of(defense)
     generic = () if all(accepted_counters(type(part)) for part in _parts(defense)) else GENERIC
     repeated = ("repeats",) if updates > 1 and defense.random else ()
-    return list(dict.fromkeys([*CLOSED, *MATCHING[budget], *counters.accepted, *counters.claimed, *generic, *repeated]))
+    return list(dict.fromkeys([*suite.common(budget), *counters.accepted, *counters.claimed, *generic, *repeated]))
 
 
 def _accepted(attack: type[Attack], defense: type[Defense]) -> bool:

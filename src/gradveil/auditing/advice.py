@@ -164,10 +164,10 @@ def _stronger_attacks(evidence: Evidence) -> NextStep:
     tried = control is not None and control.test is not None
     got = "Without a defense the attacks get too little here" if tried else "No attack ran without a defense"
     why = f"{got}, so it says nothing if none succeeds under one. "
-    if spec.without and SUITE in spec.attacks:
+    if spec.without and spec.suite:
         why += f"{listing(spec.without)} took no part. The command runs the whole suite; --plan tells how long it takes."
         return _step(evidence, "stronger-attacks", why, without=(), attacks=(SUITE,))
-    if SUITE not in spec.attacks:
+    if not spec.suite:
         return _step(evidence, "stronger-attacks", f"{why}The standard suite has more attacks.", attacks=(*spec.attacks, SUITE))
     if larger := _BUDGETS.get(spec.budget):
         return _step(evidence, "stronger-attacks", f"{why}The budget {larger} has more and longer attacks.", budget=larger)

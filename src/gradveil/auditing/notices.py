@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
-from gradveil.auditing.spec import SUITE
 from gradveil.core.text import listing, plural, shorten
 from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL
@@ -29,7 +28,7 @@ def not_tested(case: Case) -> tuple[str, ...]:
         items.append("an adversary that also knows the defense's secrets (level upper-bound)")
     if spec.updates == 1:
         items.append("an adversary that sees several updates of the same images")
-    if SUITE not in spec.attacks:
+    if not spec.suite:
         items.append("whether images can be seen in the updates without an attack (part of the suite)")
     items.append("attacks that are not in this audit, or not yet published")
     return tuple(items)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack, Cost, Workload
-from gradveil.attacks.suite import VERSION, suite_attacks
+from gradveil.attacks.suite import suite_attacks, suite_named
 from gradveil.auditing.case import Case
-from gradveil.auditing.spec import SUITE, written
+from gradveil.auditing.spec import written
 from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.defenses.base import Defense
 from gradveil.metrics import direct_look, likeness_table
@@ -83,7 +83,7 @@ def make_plan(case: Case) -> Plan:
                 observed = _cell(case, "observe", [*code, _code(attack)], text, name, needs=train)
                 cells.append(observed)
             cells.append(_cell(case, "attack", [_code(attack), metrics], text, name, needs=[*train, observed]))
-        if SUITE in case.spec.attacks:
+        if case.spec.suite:
             cells.append(_cell(case, "look", [direct_look.VERSION], text, needs=[*train, honest]))
         if case.spec.utility:
             cells.append(_cell(case, "utility", [*code, case.spec.utility.model_dump()], text))
@@ -130,9 +130,13 @@ def needed_for_shares(background: Background, leaked: Sequence[float]) -> tuple[
 def attacks_on(case: Case, defense: Defense) -> list[str]:
     """Exactly the attacks that were named; with the suite among them also the counters of the defense, but not
     those of the suite that are left out."""
-    suite = [a for a in suite_attacks(defense, case.spec.budget, case.spec.updates) if a not in case.spec.without]
-    named = [suite if attack == SUITE else [written(attack)] for attack in case.spec.attacks]
-    return list(dict.fromkeys(name for names in named for name in names))
+    spec, named = case.spec, list[str]()
+    for attack in spec.attacks:
+        if suite := suite_named(attack):
+            named += [a for a in suite_attacks(defense, spec.budget, spec.updates, suite) if a not in spec.without]
+        else:
+            named.append(written(attack))
+    return list(dict.fromkeys(named))
 
 
 def cost_of(case: Case, cell: Cell) -> Cost:
@@ -169,4 +173,4 @@ def _trained_updates(case: Case) -> int:
 
 
 def suite_name(case: Case) -> str:
-    return VERSION if SUITE in case.spec.attacks else "custom"
+    return case.spec.suite.name if case.spec.suite else "custom"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gradveil import attacks as attack_methods
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack, Budget
+from gradveil.attacks.suite import Suite, suite_named
 from gradveil.auditing.presets import preset
 from gradveil.auditing.utility import UtilityTraining
 from gradveil.core.errors import UserError, shown, unknown
@@ -83,6 +84,11 @@ class AuditSpec(BaseModel):
     )
 
     @property
+    def suite(self) -> Suite | None:
+        """The suite among the attacks."""
+        return next((suite for attack in self.attacks if (suite := suite_named(attack))), None)
+
+    @property
     def picture_mode(self) -> PictureMode:
         """What the page shows. The images of the sets that gradveil knows by name are public; all others are private."""
         public = isinstance(self.data, str) and self.data.partition(":")[0] in NAMED_SETS
@@ -102,7 +108,7 @@ class AuditSpec(BaseModel):
     @field_validator("attacks", mode="before")
     @classmethod
     def _attacks(cls, value: object) -> tuple[str | Attack, ...]:
-        return _distinct(_as_list(value) or [SUITE], lambda a: a if a == SUITE else attack_methods.parse(a))
+        return _distinct(_as_list(value) or [SUITE], lambda a: a if suite_named(a) else attack_methods.parse(a))
 
     @field_validator("without")
     @classmethod

@@ -20,7 +20,7 @@ from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, needed_for_shares, su
 from gradveil.auditing.spec import written
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
-from gradveil.core.text import plural
+from gradveil.core.text import duration, plural
 from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
 from gradveil.metrics.leak_test import (
@@ -108,10 +108,15 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
 
 def left_out(case: Case, cells: Iterable[StoredCell]) -> list[str]:
     """Attacks that the audit would have had by itself, and cells for which there was no time."""
-    late = [f"{cell.attack or KIND_NAMES[cell.kind]} under {cell.defense}" for cell in cells if cell.status == "not run"]
+    not_run = [cell for cell in cells if cell.status == "not run"]
+    late = [f"{cell.attack or KIND_NAMES[cell.kind]} under {cell.defense}{_expected(cell)}" for cell in not_run]
     named = {written(attack) for attack in case.spec.attacks}
     items = {"left out of the suite": [a for a in case.spec.without if a not in named], "left out for lack of time": late}
     return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names]
+
+
+def _expected(cell: StoredCell) -> str:
+    return f" ({duration(cell.expected_cpu_seconds)} of one core)" if cell.expected_cpu_seconds else ""
 
 
 # -- the test --------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class LocalTraining:
     """
 
     epochs: int = Field(default=1, ge=1, description="Passes over the images.")
-    batch_size: int | None = Field(default=None, ge=1, description="MiniBatch in a mini-batch. [all]")
+    batch_size: int | None = Field(default=None, ge=1, description="Images in a mini-batch. [all]")
     lr: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Learning rate. [none: a gradient is sent]")
     optimizer: str = Field(default="sgd", description="sgd:momentum=0.9, adam, adamw:weight_decay=0.01")
     mode: Mode = Field(default="train", description="train or eval: what dropout and BatchNorm do.")

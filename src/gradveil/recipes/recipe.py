@@ -14,7 +14,8 @@ from typing import Literal, TypeVar, cast
 
 from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from gradveil.auditing.spec import CONTROL, SUITE, AuditSpec, make_spec
+from gradveil.attacks.suite import suite_named
+from gradveil.auditing.spec import CONTROL, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown
 from gradveil.recipes.claims import Claim, Position
 from gradveil.recipes.measures import AnyMeasurement
@@ -231,7 +232,7 @@ class Scaled:
             raise UserError(where + str(unknown("audit", cell.audit, self.recipe.audits)))
         if cell.figure not in METRICS or cell.statistic.partition("@")[0] not in STATISTICS:
             raise UserError(where + str(unknown("metric", cell.metric, METRICS)))
-        if cell.figure in ATTACK_METRICS and cell.attack in ("", SUITE):
+        if cell.figure in ATTACK_METRICS and (not cell.attack or suite_named(cell.attack)):
             problem = "the suite, which is many" if cell.attack else "no attack"
             raise UserError(where + f"{cell.metric} under {cell.defense} names {problem}; name one attack.")
 

@@ -13,7 +13,8 @@ global cosine on some initialisations, and the layer-relative L2 is ill-conditio
 4. The remaining victims get signed Adam with a strong prior, which kinks (ReLU, max-pool) and noise do not stop. Again
    the residual decides.
 
-Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: no step 3.
+Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: no step 3. On a net that is
+so large that steps 1 and 2 do not fit in the budget's CPU seconds, all of them go into step 4.
 """
 
 from collections.abc import Collection
@@ -67,10 +68,10 @@ class Swift(Attack):
 
     def cost(self, work: Workload) -> Cost:
         """Of a victim that no closed form explains and that ends close, or far from a fit; new starts are rare."""
-        portfolio = int(LENGTHEN[work.budget] * sum(steps for _, steps in (*LADDER, *FINISH)))
-        cycle = sum(steps for _, steps in (*CYCLE, FINISH[1])) if self.cycles else 0
-        portfolio, cycle = (LBFGS().expected_evaluations(steps) for steps in (portfolio, cycle))
-        adam = self._adam_steps(work)
+        adam, portfolio = self._adam_steps(work), _portfolio_evaluations(work)
+        if not self._affords_portfolio(work):
+            return Cost(adam)
+        cycle = LBFGS().expected_evaluations(sum(steps for _, steps in (*CYCLE, FINISH[1]))) if self.cycles else 0
         limit = (1 + self.restarts) * portfolio + self.cycles * cycle + adam
         return Cost(portfolio + max(cycle, adam), len(DISTANCES), limit)
 
@@ -80,6 +81,8 @@ class Swift(Attack):
     def reconstruct(self, target: Target, insight: Insight = NOTHING) -> Answer:
         """The attack, with the insight of a counter."""
         best = self._begin(target, insight)
+        if not self._affords_portfolio(target.workload):
+            return best
         if is_sampled():
             return self._expected(target, insight, best)
         settled = set(range(target.shape[0])) if _draws_unknown_noise(target) else set()
@@ -113,13 +116,14 @@ class Swift(Attack):
     def _begin(self, target: Target, insight: Insight) -> Answer:
         """The closed form where it comes close, the portfolio for all other victims."""
         usable = [form for form in CLOSED if form.applies(target.first) is None] if insight.is_empty else []
+        search = _first_portfolio if self._affords_portfolio(target.workload) else self._signed
         if not self.closed or not usable:
-            return _portfolio(target, insight, 0.1)
+            return search(target, insight)
         x = usable[0].run(target).x
         best = Answer(x, residual(target, x))
         rows = _above(best, CLOSE)
         if rows:
-            _merge(best, rows, _portfolio(target.subset(rows), insight, 0.1))
+            _merge(best, rows, search(target.subset(rows), insight))
         return best
 
     def _signed(self, target: Target, insight: Insight) -> Answer:
@@ -127,6 +131,9 @@ class Swift(Attack):
         steps = self._adam_steps(target.workload)
         solution = solve(Problem(target, Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps, box=True), insight))
         return Answer(solution.x, residual(target, solution.x, insight=insight), iterations=solution.iterations)
+
+    def _affords_portfolio(self, work: Workload) -> bool:
+        return not self.adam_steps or len(DISTANCES) * _portfolio_evaluations(work) <= work.evaluations
 
     def _adam_steps(self, work: Workload) -> int:
         return work.steps(self.adam_steps) if self.adam_steps else 0
@@ -145,6 +152,15 @@ class SwiftCounter(Attack):
 
     def run(self, target: Target) -> Answer:
         return self.search.reconstruct(target, self.insight(target))
+
+
+def _portfolio_evaluations(work: Workload) -> int:
+    """Of one row."""
+    return LBFGS().expected_evaluations(int(LENGTHEN[work.budget] * sum(steps for _, steps in (*LADDER, *FINISH))))
+
+
+def _first_portfolio(target: Target, insight: Insight) -> Answer:
+    return _portfolio(target, insight, 0.1)
 
 
 def _portfolio(target: Target, insight: Insight, scale: float) -> Answer:
