@@ -1,9 +1,10 @@
 """The best audit that fits in a number of minutes: settings are chosen before it begins, and written down like any others.
 
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
-neither closed forms nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
-`swift`. Of attacks the longest goes first. The control, every defense, the closed forms and attacks that were named stay.
-Where no closed form applies to the control, as many steps of `ig` as fit take the place of `swift`. The accuracy is measured
+among its first nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
+`swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed forms and the
+inversion of features, which are fast) and attacks that were named stay. Where none of these applies to the control, as many
+steps of `ig` as fit take the place of `swift`. The accuracy is measured
 after all where what was left out later makes room for it.
 """
 
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gradveil.attacks.base import ClosedForm
 from gradveil.attacks.suite import Counters
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate, wall_seconds
@@ -102,14 +102,14 @@ class Fit:
     def _first_within(self, limit: float) -> Settings | float:
         case = self.case
         counters = {name for defense in case.defenses.values() for name in Counters.of(defense).accepted}
-        closed = {cell.attack for cell in self.cells if cell.attack and isinstance(case.attack(cell.attack), ClosedForm)}
-        last = {SWIFT} if any(map(self.applies, closed)) else set[str]()
+        first = set(case.spec.suite.first) if case.spec.suite else set[str]()
+        last = {SWIFT} if any(map(self.applies, first)) else set[str]()
         settings = Settings(case.spec.victims)
         for change in (
             *(["utility"] if case.spec.utility else []),
-            *self.attacks(lambda name: name not in counters | closed | {SWIFT}),
+            *self.attacks(lambda name: name not in counters | first | {SWIFT}),
             *(range(case.spec.victims - 1, self._least_victims() - 1, -1)),
-            *self.attacks(lambda name: name in counters - closed),
+            *self.attacks(lambda name: name in counters - first),
             *self.attacks(lambda name: name in last),
         ):
             if self.seconds(settings) <= limit:

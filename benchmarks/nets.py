@@ -1,0 +1,107 @@
+"""The standard suite on four networks: batches of 1 and 8, untrained and trained, six defenses.
+
+    GRADVEIL_DATA=… python benchmarks/nets.py run --audits flower-cnn-8 flower-cnn-8-trained --runs FOLDER
+    python benchmarks/nets.py write
+
+`run` does the audits that are not stored yet; one that was interrupted goes on from its folder in `--runs`. `write` puts all
+stored audits into docs/results/nets.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stored_parts import command_line
+
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
+from gradveil.storage.files import write_json
+from gradveil.summary import Summary
+
+NETS = {"lenet": "mnist-5k", "cnn": "cifar10", "flower-cnn": "cifar10", "resnet18": "cifar10"}
+DEFENSES = ["clip", "gaussian:std=0.1", "prune:ratio=0.9", "soteria", "precode", "dcs2"]
+IMAGES, LEAST = 16, 4  # images of an audit, and batches
+AUDITS: dict[str, dict[str, object]] = {
+    f"{net}-{size}{'-trained' * trained}": {
+        "data": data,
+        "model": net,
+        "batch_size": size,
+        "victims": max(LEAST, IMAGES // size),
+        "trained_epochs": 8 * trained,
+        "defenses": DEFENSES,
+    }
+    for net, data in NETS.items()
+    for size in (1, 8)
+    for trained in (False, True)
+}
+
+
+def facts(summary: Summary) -> list[dict[str, Any]]:
+    """What is kept of every defense."""
+    rows = []
+    for row in summary.defenses:
+        worst = row.worst
+        rate = worst.identified if worst else None
+        rows.append(
+            {
+                "defense": row.spec,
+                "verdict": row.verdict,
+                "p": row.test.p if row.test else None,
+                "attack": row.best.spec if row.best else None,
+                "psnr": worst.psnr.mean if worst else None,
+                "identified": rate.rate if rate else None,
+                "seconds": sum(attack.seconds or 0.0 for attack in row.attacks if attack.ok),
+                "failed": [attack.spec for attack in row.attacks if attack.status == "failed"],
+            }
+        )
+    return rows
+
+
+def run(options: argparse.Namespace) -> None:
+    options.store.mkdir(parents=True, exist_ok=True)
+    for name in options.audits:
+        file = options.store / f"{name}.json"
+        if not file.exists():
+            case = Case(make_spec({**AUDITS[name], "seed": options.seed}))
+            run = run_audit(case, Execution(out=options.runs / f"{name}-{options.seed}", workers=options.workers))
+            part = {"suite": run.summary.suite, "scope": run.summary.scope, "command": run.summary.command}
+            write_json(file, {**part, "images": case.spec.victims * case.spec.batch_size, "defenses": facts(run.summary)})
+            for row in facts(run.summary):
+                print(name, row, flush=True)
+
+
+def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
+    suites = sorted({part["suite"] for part in parts.values()})
+    yield from ("# The suite on four networks", "")
+    yield f"{', '.join(suites)}, quick budget, realistic adversary, one gradient per update in training mode. Each cell:"
+    yield "the verdict, identified images of all, and PSNR of the strongest attack, its counters included."
+    audits = [name for name in AUDITS if name in parts]
+    yield from ("", f"| defense | {' | '.join(audits)} |", f"|---|{'---|' * len(audits)}")
+    for defense in ("none", *DEFENSES):
+        cells = [cell(row, parts[n]["images"]) for n in audits for row in parts[n]["defenses"] if row["defense"] == defense]
+        yield f"| `{defense}` | {' | '.join(cells)} |"
+    yield from ("", "The commands:", "", "```text")
+    yield from (str(parts[name]["command"]) for name in audits)
+    yield "```"
+
+
+def cell(row: dict[str, Any], images: int) -> str:
+    if row["identified"] is None:
+        return str(row["verdict"])
+    return f"{row['verdict']}, {round(row['identified'] * images)} of {images}, {row['psnr']:.1f} dB by `{row['attack']}`"
+
+
+def add_options(running: argparse.ArgumentParser) -> None:
+    running.add_argument("--audits", nargs="+", choices=AUDITS, default=list(AUDITS))
+    running.add_argument("--seed", type=int, default=100)
+    running.add_argument("--workers", type=int, default=2)
+    running.add_argument("--runs", type=Path, required=True, help="folder of the runs, to go on after an interruption")
+
+
+if __name__ == "__main__":
+    command_line(__doc__, run, page, "nets.md", add_options)
