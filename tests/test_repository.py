@@ -17,7 +17,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) f
 
 # How long a source file may be, in lines.
 LONGEST = 400
-MEDIAN = 95
+MEDIAN = 100
 MOST_PARAMETERS = 8
 
 # CONTRIBUTING lists names that do not say what they hold, and words that stand nowhere.

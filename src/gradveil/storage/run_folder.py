@@ -384,8 +384,7 @@ def record_content(file: Path, remedy: str) -> bytes:
     if file.is_symlink():
         raise UserError(f"{file} is a link, which is not followed; remove it.")
     try:
-        content = read_bytes(file, MAX_JSON)
-        check_json(content, file)
+        check_json(content := read_bytes(file, MAX_JSON), file)
         return content
     except UserError as error:
         reason = str(error).removeprefix(f"{file}: ").removesuffix(".")
