@@ -22,6 +22,7 @@ from gradveil.attacks.labels.targets import infer_targets
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.kernels import missing_second_derivative
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.loops import Loop
 from gradveil.core.observation import Knowledge, Observation, Reconstruction
@@ -201,12 +202,21 @@ class Attack:
             if isinstance(progress, _Stages):
                 progress.expect(self.cost(target.workload).iterations)
             begun = time.perf_counter()
-            with torch.no_grad():
-                answer = self.run(target)
+            answer = self._run(target)
             seconds = (time.perf_counter() - begun) / len(rows)
             for place, row in enumerate(rows):
                 answers[row] = _reconstruction(answer, place, target, seconds)
         return [answers[i] for i in range(len(observations))]
+
+    def _run(self, target: Target) -> Answer:
+        try:
+            with torch.no_grad():
+                return self.run(target)
+        except RuntimeError as error:
+            kernel = missing_second_derivative(error)
+            if kernel is None:
+                raise
+        raise UserError(f"attack '{self.name}' does not apply: PyTorch has no second derivative of {kernel}.")
 
     def _check(self, observation: Observation) -> None:
         missing = [need for need in sorted(self.needs) if not _has(observation.knowledge, need)]

@@ -6,7 +6,7 @@ victims, and a loop over them for models that do not vmap. vmap is taken only af
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.kernels import first_derivative, plain_kernels
 from gradveil.core.local_training import LocalTraining, MiniBatch, Moments
 from gradveil.core.randomness import Stream
 from gradveil.core.types import Mode, Tensors
@@ -33,6 +34,8 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def copied(module: nn.Module) -> nn.Module:
     """A copy of the module. Half precision becomes single: attacks need the digits."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise UserError("the model is a TorchScript module; give the torch.nn.Module that it was made from.")
     try:
         duplicate = copy.deepcopy(module)
     except Exception as error:  # a user's class may hold anything
@@ -69,6 +72,8 @@ class ModelFunction:
         self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
         if not self.trainable:
             raise UserError("the model has no trainable parameters, so there is no update to attack.")
+        self._buffers = [n for n, _ in self.module.named_buffers()]
+        self._is_double = all(p.dtype == torch.double for p in self.module.parameters())
         self._penalties = _penalties(self.module)
         self._routes: dict[tuple[torch.Size, bool], Route] = {}
 
@@ -113,16 +118,24 @@ class ModelFunction:
     # -- one victim --------------------------------------------------------------------------------------------------
 
     def __call__(self, state: Tensors, x: Tensor, noise: Tensors | None = None) -> Tensor:
-        output = self._forward(state, x, noise)
+        with plain_kernels():
+            output = self._forward(state, x, noise)
         for penalty in self._penalties:
             penalty()  # taken out, so that the module keeps nothing of the images
         return output
 
     def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
-        output: Tensor = functional_call(self.module, {**state, **(noise or {})}, (x,))
-        return output
+        tensors = {**state, **(noise or {})}
+        tensors |= {n: tensors[n].clone() for n in self._buffers if n in tensors}  # a forward pass may change them in place
+        output: Tensor = functional_call(self.module, tensors, (x.double() if self._is_double else x,))
+        return output.to(x.dtype) if self._is_double else output
 
     def loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
+        """The loss of one batch, which can be differentiated twice."""
+        with plain_kernels():
+            return self._loss(state, x, y, noise)
+
+    def _loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None) -> Tensor:
         value = self.loss_fn(self._forward(state, x, noise), y)
         for penalty in self._penalties:
             value = value + penalty()
@@ -135,15 +148,17 @@ class ModelFunction:
     def gradient(
         self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False
     ) -> Tensors:
-        """The gradient of one batch, as an undefended client computes it; detached, or differentiable in `x`."""
-        parameters = {k: v.detach().requires_grad_() for k, v in self.parameters(state).items()}
-        with torch.enable_grad():
-            value = self.loss({**state, **parameters}, x, y, noise)
-            leaves = list(parameters.values())
+        """The gradient of one batch, as an undefended client computes it; detached, or differentiable in `x` and `state`."""
+        leaves = {
+            k: v if differentiable and v.requires_grad else v.detach().requires_grad_()
+            for k, v in self.parameters(state).items()
+        }
+        with torch.enable_grad(), nullcontext() if differentiable else first_derivative():
+            value = (self.loss if differentiable else self._loss)({**state, **leaves}, x, y, noise)
             gradient = torch.autograd.grad(
-                value, leaves, create_graph=differentiable, allow_unused=True, materialize_grads=True
+                value, list(leaves.values()), create_graph=differentiable, allow_unused=True, materialize_grads=True
             )
-        return dict(zip(parameters, gradient, strict=True))
+        return dict(zip(leaves, gradient, strict=True))
 
     @contextmanager
     def batch_moments(self) -> Iterator[list[Moments]]:
@@ -183,10 +198,11 @@ class ModelFunction:
         dims = (0 if stacked else None, None, 0, 0, 0)
         if route == "vmap":
             return vmap(self._one, in_dims=dims, randomness="different")(parameters, fixed, x, y, noise)
-        rows = []
+        rows, differentiable = list[Tensors](), torch.is_grad_enabled()
         for n in range(len(x)):
             weights = {k: v[n] for k, v in parameters.items()} if stacked else parameters
-            rows.append(self._one(weights, fixed, x[n], y[n], {k: v[n] for k, v in noise.items()}))
+            draw = {k: v[n] for k, v in noise.items()}
+            rows.append(self.gradient({**fixed, **weights}, x[n], y[n], draw, differentiable=differentiable))
         return {name: torch.stack([row[name] for row in rows]) for name in parameters}
 
     def route(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, stacked: bool = False) -> Route:
@@ -203,7 +219,7 @@ class ModelFunction:
         small = {k: (v[pick] if stacked and k in self.trainable else v).detach() for k, v in state.items()}
         try:
             fast = self.gradients(small, probe, y[pick].detach(), noise, stacked=stacked, route="vmap")
-        except RuntimeError:  # data-dependent control flow, in-place changes: what vmap refuses
+        except Exception:  # data-dependent control flow, in-place changes: what vmap refuses
             return False
         if self.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules()):
             return True  # fresh draws differ from call to call, so there is nothing to compare

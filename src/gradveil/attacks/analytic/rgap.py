@@ -191,13 +191,13 @@ class Layer(NamedTuple):
 
 def line(observation: Observation) -> list[Layer] | None:
     """The convolutions up to the first linear layer, which comes last; None where the net is not such a line."""
-    linear = linear_layers(observation)
+    linear, sent = linear_layers(observation), observation.model.trainable
     layers: list[Layer] = []
     for layer in _met(observation) if linear else []:
         part = layer.activation
         if layer.path == linear[0]:
             return [*layers, layer] if layers and not _waiting(layers) else None
-        if _plain_convolution(part) and not _waiting(layers):
+        if f"{layer.path}.weight" in sent and _plain_convolution(part) and not _waiting(layers):
             layers.append(layer)
         elif isinstance(part, _ACTIVATIONS) and _waiting(layers):
             layers[-1] = layers[-1]._replace(activation=part)

@@ -89,7 +89,7 @@ class Problem:
         with torch.enable_grad():
             values = value(z, self.rows.at(index))
             (gradient,) = torch.autograd.grad(values.sum(), z)
-        return values.detach(), gradient
+        return values.detach().to(z.dtype), gradient
 
     def value(self, x: Tensor, rows: Rows) -> Tensor:
         total = self.mismatch(x, rows)
