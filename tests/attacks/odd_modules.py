@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 SIDE, CLASSES = 12, 3
+STEPS, WIDTH = 4, 36  # of recurrent networks: three rows of pixels per step
 NETS: dict[str, Callable[[], nn.Module]] = {}
 
 
@@ -123,33 +124,31 @@ def _() -> nn.Module:
 
 def _over_rows(layer: nn.Module, width: int = 8) -> nn.Module:
     def forward(m: Written, x: Tensor) -> Tensor:
-        return m.head(m.layer(x[:, 0])[0][:, -1])
+        return m.head(m.layer(x.view(-1, STEPS, WIDTH))[0][:, -1])
 
     return Written(forward, layer=layer, head=_classifier(width))
 
 
-NETS["RNN"] = lambda: _over_rows(nn.RNN(SIDE, 8, batch_first=True))
-NETS["LSTM"] = lambda: _over_rows(nn.LSTM(SIDE, 8, batch_first=True))
-NETS["LSTM, two layers in both directions"] = lambda: _over_rows(
-    nn.LSTM(SIDE, 8, 2, batch_first=True, bidirectional=True), 16
-)
-NETS["LSTM with projection"] = lambda: _over_rows(nn.LSTM(SIDE, 8, batch_first=True, proj_size=4), 4)
-NETS["GRU"] = lambda: _over_rows(nn.GRU(SIDE, 8, batch_first=True))
+NETS["RNN"] = lambda: _over_rows(nn.RNN(WIDTH, 8, batch_first=True))
+NETS["LSTM"] = lambda: _over_rows(nn.LSTM(WIDTH, 8, batch_first=True))
+NETS["LSTM, two layers in both directions"] = lambda: _over_rows(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), 16)
+NETS["LSTM with projection"] = lambda: _over_rows(nn.LSTM(WIDTH, 8, batch_first=True, proj_size=4), 4)
+NETS["GRU"] = lambda: _over_rows(nn.GRU(WIDTH, 8, batch_first=True))
 
 
 def _cells(cell: nn.Module) -> nn.Module:
     def forward(m: Written, x: Tensor) -> Tensor:
         state = None
-        for row in range(SIDE):
-            state = m.cell(x[:, 0, row], state)
+        for rows in x.view(-1, STEPS, WIDTH).unbind(1):
+            state = m.cell(rows, state)
         return m.head(state[0] if isinstance(state, tuple) else state)
 
     return Written(forward, cell=cell, head=_classifier(8))
 
 
-NETS["RNN cell"] = lambda: _cells(nn.RNNCell(SIDE, 8))
-NETS["LSTM cell"] = lambda: _cells(nn.LSTMCell(SIDE, 8))
-NETS["GRU cell"] = lambda: _cells(nn.GRUCell(SIDE, 8))
+NETS["RNN cell"] = lambda: _cells(nn.RNNCell(WIDTH, 8))
+NETS["LSTM cell"] = lambda: _cells(nn.LSTMCell(WIDTH, 8))
+NETS["GRU cell"] = lambda: _cells(nn.GRUCell(WIDTH, 8))
 
 # -- embeddings, einsum, other sums ------------------------------------------------------------------------------------
 
@@ -252,7 +251,11 @@ def _() -> nn.Module:
 
 @_net("checkpoint")
 def _() -> nn.Module:
-    return Written(lambda m, x: m.rest(checkpoint(m.net, x, use_reentrant=False)), net=_small(), rest=nn.Sequential(nn.Flatten(), _classifier(100)))
+    return Written(
+        lambda m, x: m.rest(checkpoint(m.net, x, use_reentrant=False)),
+        net=_small(),
+        rest=nn.Sequential(nn.Flatten(), _classifier(100)),
+    )
 
 
 @_net("reentrant checkpoint of attention")
@@ -351,7 +354,9 @@ NETS["power pool"] = lambda: _conv(nn.LPPool2d(2, 2), width=16)
 NETS["reflection padding"] = lambda: _conv(nn.ReflectionPad2d(1), width=196)
 NETS["transposed convolution"] = lambda: _conv(nn.ConvTranspose2d(4, 2, 3), width=98)
 NETS["depthwise convolution"] = lambda: _conv(nn.Conv2d(4, 4, 3, groups=4), width=36)
-NETS["convolution over time"] = lambda: nn.Sequential(nn.Flatten(1, 2), nn.Conv1d(12, 4, 3), nn.Tanh(), nn.Flatten(), _classifier(40))
+NETS["convolution over time"] = lambda: nn.Sequential(
+    nn.Flatten(1, 2), nn.Conv1d(12, 4, 3), nn.Tanh(), nn.Flatten(), _classifier(40)
+)
 
 
 # -- how forward is written --------------------------------------------------------------------------------------------
@@ -390,7 +395,8 @@ NETS["buffers that change in place"] = InPlaceStatistics
 
 @_net("a view as output")
 def _() -> nn.Module:
-    return Written(lambda m, x: m.net(x)[:, ::2].expand(-1, -1).view(len(x), -1)[:, :3], net=nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.Sigmoid(), nn.Linear(8, 6)))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.Sigmoid(), nn.Linear(8, 6))
+    return Written(lambda m, x: m.net(x)[:, ::2].expand(-1, -1).view(len(x), -1)[:, :3], net=net)
 
 
 @_net("list and dictionary of modules")
@@ -482,12 +488,13 @@ NETS["a function with its derivative"] = lambda: Written(
 )
 
 
-class Once(OldSquare):
-    """The same, which cannot be differentiated twice."""
+@_net("bag of embeddings weighed by pixels")
+def _() -> nn.Module:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        places = torch.arange(144).expand(len(x), -1)
+        return m.head(torch.tanh(F.embedding_bag(places, m.table, per_sample_weights=x.flatten(1), mode="sum")))
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(OldSquare.backward))
+    return Written(forward, table=torch.randn(144, 8) * 0.1, head=_classifier(8))
 
 
-NETS["a function without a second derivative"] = lambda: Written(
-    lambda m, x: m.head(Once.apply(m.net(x)).flatten(1)), net=_small(), head=_classifier(100)
-)
+NO_SECOND_DERIVATIVE = {"bag of embeddings weighed by pixels": "PyTorch has no second derivative of embedding_bag"}

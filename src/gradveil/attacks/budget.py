@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.layers import hooked
+from gradveil.core.kernels import plain_kernels
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.task import Task
 from gradveil.core.types import Shape
@@ -100,5 +101,5 @@ def forward_cost(module: nn.Module, input_shape: Shape) -> float:
 
 def _run_with(hook: Callable[..., None], parts: list[nn.Module], module: nn.Module, input_shape: Shape) -> None:
     """Two images through the module, with a hook on some of its parts."""
-    with torch.no_grad(), hooked(part.register_forward_hook(hook) for part in parts):
+    with torch.no_grad(), plain_kernels(), hooked(part.register_forward_hook(hook) for part in parts):
         module(torch.zeros(2, *input_shape, dtype=next(module.parameters()).dtype))

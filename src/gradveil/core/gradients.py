@@ -34,14 +34,19 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 def copied(module: nn.Module) -> nn.Module:
     """A copy of the module. Half precision becomes single: attacks need the digits."""
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise UserError("the model is a TorchScript module; give the torch.nn.Module that it was made from.")
+    refuse_script(module)
     try:
         duplicate = copy.deepcopy(module)
     except Exception as error:  # a user's class may hold anything
         raise UserError(f"the model cannot be copied ({type(error).__name__}: {one_line(error)}).") from None
     half = any(p.dtype in (torch.half, torch.bfloat16) for p in duplicate.parameters())
     return duplicate.float() if half else duplicate
+
+
+def refuse_script(module: nn.Module) -> None:
+    """Say so where a module cannot be called with other weights than its own."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise UserError("the model is a TorchScript module; give the torch.nn.Module that it was made from.")
 
 
 class ModelFunction:

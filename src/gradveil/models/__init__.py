@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gradveil.core.errors import UserError, one_line, shape_text
+from gradveil.core.gradients import refuse_script
 from gradveil.core.randomness import seeded
 from gradveil.core.settings import load_object
 from gradveil.core.types import Shape
@@ -88,7 +90,8 @@ def _accepted(function: Callable[..., object], arguments: dict[str, object]) -> 
 
 
 def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
-    """Run two images through the model, in evaluation mode so that no statistics change."""
+    """Run two images through the model, which is left as it was."""
+    refuse_script(model)
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         raise UserError("the model has no trainable parameters, so there is no update to protect or attack.")
@@ -99,8 +102,10 @@ def _check(model: nn.Module, input_shape: Shape, num_classes: int) -> None:
             raise UserError(f"parameter '{name}' of the model is complex; only real numbers are supported.")
     modes = {module: module.training for module in model.modules()}
     try:
+        images = torch.full((2, *input_shape), 0.5, device=parameter.device, dtype=parameter.dtype)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a forward pass may change them
         with torch.no_grad():
-            output = model.eval()(torch.full((2, *input_shape), 0.5, device=parameter.device, dtype=parameter.dtype))
+            output = functional_call(model.eval(), buffers, (images,))
     except (Exception, SystemExit) as error:  # a forward pass of the user may raise anything; the text is passed on
         raise UserError(f"the model does not take images of {shape_text(input_shape)}: {one_line(error)}") from None
     finally:

@@ -3,7 +3,7 @@
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: one layer rules the
 global cosine on some initialisations, and the layer-relative L2 is ill-conditioned on others. So:
 
-0. Where a closed form applies (`linear`, `rgap`), its answer comes first: it costs a fraction of a second, and a victim
+0. Where a closed form applies (`linear`, `rgap`, `april`), its answer comes first: it costs a fraction of a second, and a victim
    whose update it explains needs nothing else.
 1. Every other victim starts once per distance, all in one batched L-BFGS, down a ladder of TV weights: a strong prior
    first, which chooses among the images that the update alone leaves open.
@@ -25,6 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
+from gradveil.attacks.analytic.april import April
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
@@ -36,7 +37,7 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.core.loops import is_sampled
 from gradveil.core.randomness import TorchStream
 
-CLOSED = (Linear(), RGAP())
+CLOSED = (Linear(), RGAP(), April())
 DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
