@@ -90,6 +90,18 @@ def _() -> nn.Module:
     return Written(lambda m, x: m.head(m.layer(_patches(x))[:, 0]), layer=layer, head=_classifier(16))
 
 
+@_net("transformer with a class token, a convolution and dropout")
+def _() -> nn.Module:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        patches = m.embed(x).flatten(2).mT
+        tokens = torch.cat([m.token.expand(len(x), 1, -1), patches], 1) + m.position
+        return m.head(m.encoder(tokens)[:, 0])
+
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    parts = {"embed": nn.Conv2d(1, 16, 4, 4), "token": torch.zeros(1, 16), "position": torch.randn(10, 16) * 0.02}
+    return Written(forward, **parts, encoder=nn.TransformerEncoder(layer, 2), head=_classifier(16))
+
+
 @_net("multi-head attention")
 def _() -> nn.Module:
     def forward(m: Written, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import odd_modules
 import pytest
 import torch
 from torch import nn
@@ -49,12 +50,14 @@ def seeded(*layers: Callable[[], nn.Module]) -> nn.Module:
 MLP = seeded(nn.Flatten, lambda: nn.Linear(144, 10), nn.ReLU, lambda: nn.Linear(10, 3))
 NORM = seeded(lambda: nn.Conv2d(1, 3, 5, stride=2), lambda: nn.BatchNorm2d(3), nn.ReLU, nn.Flatten, lambda: nn.Linear(48, 3))
 SMOOTH = seeded(lambda: nn.Conv2d(1, 4, 5), nn.Sigmoid, lambda: nn.AvgPool2d(2), nn.Flatten, lambda: nn.Linear(64, 3))
+VIT = odd_modules.build("transformer encoder")
 PLAIN: dict[str, dict[str, Any]] = {
     "single": {},
     "linear first": {"model": MLP},
     "batch": {"batch_size": 2},
     "delta": {"training": LocalTraining(epochs=2, lr=0.1)},
     "batch norm": {"model": NORM},
+    "transformer": {"model": VIT},
     "random defense": {"defense": "gaussian:std=0.01"},
     "seen twice": {"defense": "gaussian:std=0.01", "updates": 2},
 }

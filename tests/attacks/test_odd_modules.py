@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gradveil as gv
 from gradveil.attacks import parse
 from gradveil.attacks.registry import registry
 from gradveil.core.errors import UserError
@@ -22,6 +23,8 @@ from gradveil.defenses.data.loda import extractors
 
 # The closed forms; a search by L-BFGS, one by signed steps, and one for the labels too.
 SEARCHES = ("lbfgs-l2", "ig:restarts=1", "dlg:restarts=1")
+VIT = odd_modules.build("transformer encoder")
+STOCK = "transformer with a class token, a convolution and dropout"
 FEW = ("linear", "rgap", *SEARCHES)
 
 
@@ -64,16 +67,6 @@ def test_every_attack_takes_a_transformer(
     monkeypatch.setattr(extractors, "STEPS", 3)
     seen, _ = observe_victims(data=shapes, model=VIT, victims=1, level="upper-bound")
     assert_pictures_or_a_reason(name, seen)
-
-
-VIT = odd_modules.build("transformer encoder")
-
-
-def test_matching_rebuilds_the_image_behind_a_transformer(
-    observe_victims: Callable, best_psnr: Callable, shapes: DataSet
-) -> None:
-    seen, truth = observe_victims(data=shapes, model=VIT, victims=2)
-    assert best_psnr(parse("swift:restarts=0,cycles=0,adam_steps=0")(seen), truth).min() > 40
 
 
 def test_the_gradient_of_compiled_and_checkpointed_modules_is_that_of_the_plain_ones() -> None:
@@ -163,3 +156,47 @@ def test_settings_of_pytorch_are_restored_also_after_an_error() -> None:
 def test_a_scripted_model_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="TorchScript module; give the torch.nn.Module that it was made from"):
         ModelFunction(torch.jit.trace(nn.Linear(2, 2), torch.rand(1, 2)))
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stock_transformer_leaks_in_an_audit_also_with_its_dropout(shapes: DataSet) -> None:
+    """Dropout is on at the clients, as in training: the adversary does not know which units it dropped."""
+    data, net = (shapes.private.x, shapes.private.y), odd_modules.build(STOCK)
+    frame = gv.audit(data, net, "none", ["swift"], victims=4, quiet=True).to_frame()
+    assert list(frame.status) == ["ok"]
+    assert list(frame.verdict) == ["leaks"]
+    assert frame.identified_low[0] > 0.3
+    assert frame.psnr_mean[0] > 60
+
+
+def test_patches_are_told_exactly_and_a_noisy_update_says_that_they_are_not(
+    observe_victims: Callable, best_psnr: Callable, shapes: DataSet
+) -> None:
+    for net in (STOCK, "transformer encoder"):
+        seen, truth = observe_victims(data=shapes, model=odd_modules.build(net), victims=2)
+        answers = parse("april")(seen)
+        assert best_psnr(answers, truth).min() > 60
+        assert max(answer.score for answer in answers) < 1e-5
+    seen, truth = observe_victims(data=shapes, model=VIT, defense="gaussian:std=0.01", victims=2)
+    answers = parse("april")(seen)
+    assert best_psnr(answers, truth).max() < 40
+    assert min(answer.score for answer in answers) > 1e-3
+
+
+def test_patches_need_learned_positions_and_one_image(observe_victims: Callable, shapes: DataSet) -> None:
+    for settings, reason in (
+        ({"model": odd_modules.build("multi-head attention")}, "does not add learned positions to embedded patches"),
+        ({"model": odd_modules.build("einsum")}, "does not add learned positions to embedded patches"),
+        ({"model": VIT, "batch_size": 2}, "it needs the gradient of a single image"),
+    ):
+        seen, _ = observe_victims(data=shapes, victims=1, **settings)
+        with pytest.raises(UserError, match=reason):
+            parse("april")(seen)
+
+
+def test_fewer_features_than_patches_do_not_count_as_exact(observe_victims: Callable, shapes: DataSet) -> None:
+    with torch.random.fork_rng(devices=[]):
+        seen, _ = observe_victims(data=shapes, model=odd_modules.ViT(8), victims=1)
+    assert parse("april")(seen)[0].score == 1

@@ -132,8 +132,9 @@ class ModelFunction:
     def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
         tensors = {**state, **(noise or {})}
         tensors |= {n: tensors[n].clone() for n in self._buffers if n in tensors}  # a forward pass may change them in place
-        output: Tensor = functional_call(self.module, tensors, (x.double() if self._is_double else x,))
-        return output.to(x.dtype) if self._is_double else output
+        dtype = torch.double if self._is_double else x.dtype
+        output: Tensor = functional_call(self.module, tensors, (x if x.dtype == dtype else x.to(dtype),))
+        return output if dtype == x.dtype else output.to(x.dtype)
 
     def loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
         """The loss of one batch, which can be differentiated twice."""

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpoints
 
-_SETTINGS = (  # how to read and to write a setting, and the value under which attention takes its plain form
+_SETTINGS: tuple[
+    tuple[Callable[[], bool], Callable[[bool], object], bool], ...
+] = (  # how to read and to write a setting, and the value under which attention takes its plain form
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
@@ -65,8 +67,8 @@ def missing_second_derivative(error: BaseException) -> str | None:
 
 def _not_compiled() -> AbstractContextManager[object]:
     """What `torch.compile` made runs as it is written. Without PyTorch's compiler in memory nothing is compiled."""
-    known = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
-    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+    loaded = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 @contextmanager
@@ -103,7 +105,8 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
-    return torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
+    distances: Tensor = torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
+    return distances
 
 
 def _multi_margin_loss(

@@ -39,7 +39,12 @@ class April(ClosedForm):
         error = (signals.T @ patches - weight).norm() / weight.norm()
         image = torch.zeros(observation.task.input_shape, dtype=torch.double).flatten()
         image[embedding.places.flatten()] = patches.flatten()
-        return image.float().view(1, *observation.task.input_shape), error.float()
+        image = image.view(1, *observation.task.input_shape)
+        # As many equations as unknowns are always met: an image that is wrong then leaves the range of pixels.
+        pixels = observation.task.denormalize(image)
+        outside = (pixels - pixels.clamp(0, 1)).norm() / pixels.norm()
+        open_system = signals.shape[0] > signals.shape[1]
+        return image.float(), (torch.ones_like(error) if open_system else torch.maximum(error, outside)).float()
 
 
 class _Embedding(NamedTuple):
@@ -64,7 +69,9 @@ def _embedding(observation: Observation) -> _Embedding | None:
     def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, arguments: inputs.update({path: arguments[0].detach()})
 
-    probe, noise = torch.rand((1, *observation.task.input_shape), generator=rng), model.draw_noise(1, rng)
+    shape = torch.Size(observation.task.input_shape)
+    probe = (torch.randperm(shape.numel(), generator=rng) / shape.numel()).view(1, *shape)  # no two pixels are equal
+    noise = model.draw_noise(1, rng)
     leaves = {n: t.detach().requires_grad_() for n, t in model.parameters(observation.state).items()}
     with torch.enable_grad(), hooked(m.register_forward_pre_hook(note(p)) for p, m in layers.items()):
         outputs = model({**observation.state, **leaves}, probe, noise)
