@@ -23,7 +23,7 @@ from gradveil.core.types import Tensors
 class April(ClosedForm):
     """Patches from the gradients of learned positions and of the patch embedding.
 
-    Example: gradveil audit --model mypackage.models:vit --attack april
+    Example: gradveil audit --attack april
     """
 
     def applies(self, observation: Observation) -> str | None:
