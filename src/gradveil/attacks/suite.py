@@ -43,7 +43,7 @@ class Suite:
         return (*self.first, *MATCHING[budget])
 
 
-SUITES = (Suite("standard-v1", ("linear", "rgap")), Suite("standard-v2", ("linear", "rgap", "features")))
+SUITES = (Suite("standard-v1", ("linear", "rgap")), Suite("standard-v2", ("linear", "rgap", "april", "features")))
 NEWEST = SUITES[-1]
 
 

@@ -6,7 +6,8 @@ global cosine on some initialisations, and the layer-relative L2 is ill-conditio
 0. Where a closed form applies (`linear`, `rgap`, `april`), its answer comes first: it costs a fraction of a second, and
    a victim whose update it explains needs nothing else.
 1. Every other victim starts once per distance, all in one batched L-BFGS, down a ladder of TV weights: a strong prior
-   first, which chooses among the images that the update alone leaves open.
+   first, which chooses among the images that the update alone leaves open. Batches that are far from a fit after the first
+   rung go to step 4.
 2. All rows finish under one common distance, and the adversary keeps the row with the lowest residual.
 3. Victims that did not converge get new starts, and those close to the truth go down the ladder again from where they
    are. A victim that ends where it was before is settled: its update does not fit, and no other start will change that.
@@ -176,11 +177,15 @@ def _portfolio(target: Target, insight: Insight, scale: float) -> Answer:
     mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
     used = 0
     stages: list[tuple[Distance, tuple[float, int]]] = [*((mixed, s) for s in LADDER), (RelativeL2(), FINISH[0])]
-    for distance, (weight, steps) in stages:
+    for stage, (distance, (weight, steps)) in enumerate(stages):
         x, count = _descend(target, insight, distance, weight, int(steps * factor), x)
         used += count
-    score = residual(target, x, insight=insight)
+        score = residual(target, x, insight=insight)
+        if stage == 0 and target.shape[1] > 1 and not bool((score < FAR).any()) and not is_sampled():
+            break  # kinks or noise prevent a fit of the batches, and a weaker prior does not help
     pick = score.unflatten(0, (victims, each)).argmin(1) + torch.arange(victims) * each
+    if stage + 1 < len(stages):
+        return Answer(x[pick], score[pick], iterations=used)
     x, count = _descend(target, insight, RelativeL2(), FINISH[1][0], int(FINISH[1][1] * factor), x[pick])
     return Answer(x, residual(target, x, insight=insight), iterations=used + count)
 
