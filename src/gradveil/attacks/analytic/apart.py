@@ -25,11 +25,15 @@ from gradveil.core.randomness import generator, torch_stream
 
 EXACT = 1e-2  # error up to which a reading counts as exact
 _CONVERGED = 1e-4  # error below which no further start is tried
-_STARTS, _ROUNDS = 256, 12  # descents at once, and how often at most
-_KERNELS, _KERNEL_RANK = 8192, 12  # kernels per round, and up to which number of images
-_STEPS, _SHRINK = 25, 0.7  # of a descent; factor per step on what counts as zero
+_STARTS, _ROUNDS, _PATIENCE = 512, 24, 6  # descents at once; rounds of them at most, and without more zeros
+_KERNELS, _FEW = 8192, 12  # kernels per round, and up to which number of images
+_PREFERENCE = 12.0  # largest weight, as a logarithm, of the units that are closed for most images
+_SHRINKAGES, _ALIKE, _DESCENTS = 80, 0.98, 64
+_STEPS, _SHRINK = 18, 0.6  # of a descent; factor per step on what counts as zero
 _ZERO = 12.0  # standard deviations of the noise within which an entry counts as zero
+_INDEPENDENT = 0.03  # length that a unit vector must have outside the span of others
 _REFINEMENTS = 30
+_UNIQUE = 1e-4  # least size of U q, for unit q, in closed units of an image to which q does not belong
 _MAX_IMAGES = 128  # the work grows with the third power
 
 
@@ -43,7 +47,9 @@ class LayerInputs:
     layer: str
     inputs: Tensor  # K × width
     signals: Tensor  # K × outputs: gradient of the loss at the layer's outputs, on the scale of the update
-    error: float  # ‖∇W − signalsᵀ inputs‖ / ‖∇W‖, with the signals of units that these inputs close set to zero; 0 = exact
+    # ‖∇W − signalsᵀ inputs‖ / ‖∇W‖ with the signals of units that these inputs close set to zero; 0 = exact. For batches
+    # ∇W is its part of rank K, and 1 says that other inputs explain it as well.
+    error: float
 
     @property
     def is_exact(self) -> bool:
@@ -75,8 +81,11 @@ def layer_inputs(observation: Observation, layer: str | None = None) -> LayerInp
         count = observation.knowledge.batch_size
         if count > min(_MAX_IMAGES, *(size - 2 for size in weight.shape)) or not _closes_below_zero(observation, layer):
             return None
-        parts = (state[f"{layer}.{part}"].double() for part in ("weight", "bias"))
-        reading = replace(_Reader(torch.cat([weight, bias[:, None]], 1), count, *parts).read(), layer=layer)
+        gradient = torch.cat([weight, bias[:, None]], 1)
+        start = torch.cat([state[f"{layer}.weight"], state[f"{layer}.bias"][:, None]], 1).double()
+        # Of several steps, a unit that was open before or after them has a signal.
+        moved = [] if observation.update.kind == "gradient" else [start + observation.knowledge.norm * gradient]
+        reading = replace(_Reader(gradient, count, torch.stack([start, *moved])).read(), layer=layer)
     dtype = state[f"{layer}.weight"].dtype
     return replace(reading, inputs=reading.inputs.to(dtype), signals=reading.signals.to(dtype))
 
@@ -100,10 +109,13 @@ def _closes_below_zero(observation: Observation, layer: str) -> bool:
 
 
 class _Reader:
-    """One gradient [∇W ∇b] of `count` images, as U · rest, and the search for the columns of Q."""
+    """One gradient [∇W ∇b] of `count` images, as U · rest, and the search for the columns of Q.
 
-    def __init__(self, gradient: Tensor, count: int, weight: Tensor, bias: Tensor):
-        self.gradient, self.weight, self.bias = gradient, weight, bias
+    `parameters` (times × outputs × width + 1) are [W b] when the gradient was computed.
+    """
+
+    def __init__(self, gradient: Tensor, count: int, parameters: Tensor):
+        self.parameters = parameters
         self.rng = generator(0, "apart")
         basis, self.noise = _column_basis(gradient, count, self.rng)
         u, sizes, v = torch.linalg.svd(basis.T @ gradient, full_matrices=False)
@@ -111,22 +123,29 @@ class _Reader:
         self.u: Tensor = basis @ u[:, :rank]
         self.sizes: Tensor = sizes[:rank]
         self.rest: Tensor = sizes[:rank, None] * v[:rank]
+        self.converged = max(_CONVERGED, 2 * self.noise * (rank * sum(gradient.shape)) ** 0.5 / float(self.rest.norm()))
         # Units that are closed for every image say nothing.
         sums = self.u.square().sum(1)
-        self.live = self.u[sums > 1e-12 * sums.max()]
+        live = sums > 1e-12 * sums.max()
+        self.live = self.u[live]
+        # Units that a mean of the inputs leaves farthest below zero are closed for most images.
+        mean = gradient.T @ gradient[:, -1] / gradient[:, -1].square().sum()
+        outputs = (parameters[0] @ mean)[live]
+        self.closed_first = 1 - outputs.argsort().argsort() / len(outputs)
         self.products = (self.live[:, :, None] * self.live[:, None]).flatten(1)
 
     def read(self) -> LayerInputs:
         rank = len(self.sizes)
         best, candidates = self._reading(torch.eye(rank, dtype=torch.float64)), self.sizes.new_zeros(0, rank)
-        for turn in range(_ROUNDS):
+        zeros, idle, turn = 0, 0, 0
+        while best.error > self.converged and idle < _PATIENCE and turn < _ROUNDS:
             fresh = [self._descend(self._starts(candidates))]
-            if turn and rank <= _KERNEL_RANK:
+            if turn and rank <= _FEW:
                 fresh.append(self._kernels())
-            candidates = self._sparsest(torch.cat([candidates, *fresh]))
+            candidates = self._completed(self._sparsest(torch.cat([candidates, *fresh])))
             best = min(best, self._refined(candidates), key=lambda reading: reading.error)
-            if best.error < _CONVERGED:
-                break
+            before, zeros, turn = zeros, int(self._zeros(candidates).sum()), turn + 1
+            idle = idle + 1 if zeros <= before else 0
         return best
 
     def _starts(self, candidates: Tensor) -> Tensor:
@@ -144,7 +163,8 @@ class _Reader:
     def _kernels(self) -> Tensor:
         """Directions with zeros in a random choice of as many rows as make a kernel; of many the sparsest."""
         rank = len(self.sizes)
-        places = torch.rand(_KERNELS, len(self.live), generator=self.rng).topk(rank - 1, dim=1).indices
+        weights = (_PREFERENCE * torch.rand(1, generator=self.rng) * self.closed_first).exp()
+        places = torch.multinomial(weights, _KERNELS * (rank - 1), replacement=True, generator=self.rng).view(_KERNELS, -1)
         level = torch.randn(_KERNELS, 1, rank, generator=self.rng, dtype=torch.float64)
         system = torch.cat([level, nn.functional.normalize(self.live)[places]], 1)
         q = torch.linalg.solve_ex(system, torch.eye(rank, 1, dtype=torch.float64).expand(_KERNELS, -1, -1))[0][..., 0]
@@ -152,8 +172,16 @@ class _Reader:
         return q[self._zeros(q).topk(min(_STARTS, len(q))).indices]
 
     def _descend(self, q: Tensor) -> Tensor:
-        """Unit vectors q (n × rank) with sparse U q near the starts: least squares that forgive large entries."""
-        rank = q.shape[1]
+        """Unit vectors q (n × rank) with sparse U q near the starts.
+
+        Shrinkage of the entries first (Qu et al. 2014), cheap and rough; then, for those that differ, least squares that
+        forgive large entries.
+        """
+        rank, raw = q.shape[1], q[::4] if q.shape[1] <= _FEW else q[:0]
+        for _ in range(_SHRINKAGES):
+            q = nn.functional.normalize(nn.functional.softshrink(q @ self.live.T, 0.5 / len(self.live) ** 0.5) @ self.live)
+        q = q[(q @ self.live.T).abs().sum(1).argsort()]
+        q = torch.cat([q[~((q @ q.T).abs().triu(1) > _ALIKE).any(0)][: _DESCENTS + 2 * rank], raw])
         for step in range(_STEPS):
             entries = (q @ self.live.T).abs()
             width = torch.maximum(entries.median(1, keepdim=True).values * _SHRINK**step, self._entry_noise(q))
@@ -177,10 +205,28 @@ class _Reader:
         chosen: list[int] = []
         for i in zeros.argsort(descending=True, stable=True).tolist():
             left = q[i] - kept.T @ (kept @ q[i])
-            if len(chosen) < q.shape[1] and left.norm() > 1e-3:
+            if len(chosen) < q.shape[1] and left.norm() > _INDEPENDENT:
                 left = left - kept.T @ (kept @ left)
                 kept, chosen = torch.cat([kept, nn.functional.normalize(left, dim=0)[None]]), [*chosen, i]
         return q[chosen]
+
+    def _completed(self, q: Tensor) -> Tensor:
+        """With directions that the forward pass proposes, as long as these have more zeros.
+
+        The input of an image depends on the directions of the others alone: where one is missing, its input is right.
+        """
+        for _ in range(_REFINEMENTS):
+            zeros = self._zeros(q).sum()
+            q = self._sparsest(torch.cat([self._kernels_of(~self._open(self._reading(q.T).inputs)), q]))
+            if not self._zeros(q).sum() > zeros:
+                break
+        return q
+
+    def _kernels_of(self, closed: Tensor) -> Tensor:
+        """For every row of units (n × outputs) the direction that these units leave smallest."""
+        moments = torch.einsum("ku,ui,uj->kij", closed.double(), self.u, self.u)
+        directions: Tensor = torch.linalg.eigh(moments)[1]
+        return directions[:, :, 0]
 
     def _refined(self, q: Tensor) -> LayerInputs:
         """Each direction anew as the kernel of the rows whose units its inputs close, while that makes the error smaller."""
@@ -189,15 +235,22 @@ class _Reader:
             closed = ~self._open(best.inputs)
             if bool((closed.sum(1) < len(q)).any()):
                 break
-            moments = torch.einsum("ku,ui,uj->kij", closed.double(), self.u, self.u)
-            reading = self._reading(torch.linalg.eigh(moments)[1][:, :, 0].T)
+            reading = self._reading(self._kernels_of(closed).T)
             if not reading.error < best.error:
                 break
             best = reading
-        return best
+        return best if best.error > self.converged or self._is_unique(best) else replace(best, error=1.0)
+
+    def _is_unique(self, reading: LayerInputs) -> bool:
+        """Whether the units that an image closes leave one direction only; too few of them fit mixtures as well."""
+        closed = (~self._open(reading.inputs)).double()
+        second = torch.linalg.eigvalsh(torch.einsum("ku,ui,uj->kij", closed, self.u, self.u))[:, :2].amax(1)
+        return bool((second > _UNIQUE**2).all())
 
     def _open(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.weight.T + self.bias > 0
+        """Which units are open for the inputs (K × width), at any time."""
+        outputs = inputs @ self.parameters[:, :, :-1].mT + self.parameters[:, None, :, -1]
+        return (outputs + outputs.amax(0) - outputs.amin(0) > 0).any(0)
 
     def _reading(self, q: Tensor) -> LayerInputs:
         """What the columns of `q` say: the last entry of every row of the inputs is the 1 that multiplies the bias."""
@@ -205,7 +258,7 @@ class _Reader:
         scale = torch.where(inputs[:, -1:].abs() > 1e-12, inputs[:, -1:], 1e-12)
         inputs, signals = inputs / scale, (self.u @ q).T * scale
         signals = signals * self._open(inputs[:, :-1])
-        error = (self.gradient - signals.T @ inputs).norm() / self.gradient.norm()
+        error = (self.u @ self.rest - signals.T @ inputs).norm() / self.rest.norm()
         return LayerInputs("", inputs[:, :-1], signals, float(error) if bool(error.isfinite()) else 1.0)
 
 
