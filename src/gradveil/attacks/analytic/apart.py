@@ -14,18 +14,21 @@ units that the inputs close must be those without a signal.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.layers import hooked, linear_layers
+from gradveil.core.local_training import LocalSGD, optimizer
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator, torch_stream
 
 EXACT = 1e-2  # error up to which a reading counts as exact
 _CONVERGED = 1e-4  # error below which no further start is tried
-_STARTS, _ROUNDS, _PATIENCE = 512, 24, 6  # descents at once; rounds of them at most, and without more zeros
+_STARTS, _ROUNDS, _PATIENCE = 512, 16, 4  # descents at once; rounds of them at most, and without more zeros
 _KERNELS, _FEW = 8192, 12  # kernels per round, and up to which number of images
 _PREFERENCE = 12.0  # largest weight, as a logarithm, of the units that are closed for most images
 _SHRINKAGES, _ALIKE, _DESCENTS = 80, 0.98, 64
@@ -64,8 +67,8 @@ class LayerInputs:
 def layer_inputs(observation: Observation, layer: str | None = None) -> LayerInputs | None:
     """The inputs of `layer`, or of the first fully connected layer with a bias.
 
-    None where the layer cannot be read: it sent nothing, or a batch meets no ReLU behind it or has as many images as the layer
-    has units. An update that was changed on its way gives a reading with a large `error`.
+    None where the layer cannot be read: it sent nothing; or a batch meets no ReLU behind it, was trained by Adam, or has as
+    many images as the layer has units. An update that was changed on its way gives a reading with a large `error`.
     """
     layer = layer or next(iter(linear_layers(observation)), None)
     if layer is None:
@@ -79,13 +82,17 @@ def layer_inputs(observation: Observation, layer: str | None = None) -> LayerInp
         reading = LayerInputs(layer, a[None], bias[None], float((weight - torch.outer(bias, a)).norm() / weight.norm()))
     else:
         count = observation.knowledge.batch_size
+        # Adam divides every entry by its size, which leaves no matrix of low rank.
+        if not isinstance(optimizer(observation.knowledge.training.optimizer), LocalSGD):
+            return None
         if count > min(_MAX_IMAGES, *(size - 2 for size in weight.shape)) or not _closes_below_zero(observation, layer):
             return None
         gradient = torch.cat([weight, bias[:, None]], 1)
         start = torch.cat([state[f"{layer}.weight"], state[f"{layer}.bias"][:, None]], 1).double()
         # Of several steps, a unit that was open before or after them has a signal.
         moved = [] if observation.update.kind == "gradient" else [start + observation.knowledge.norm * gradient]
-        reading = replace(_Reader(gradient, count, torch.stack([start, *moved])).read(), layer=layer)
+        reading = replace(_Reader(gradient / gradient.norm(), count, torch.stack([start, *moved])).read(), layer=layer)
+        reading = replace(reading, signals=reading.signals * gradient.norm())
     dtype = state[f"{layer}.weight"].dtype
     return replace(reading, inputs=reading.inputs.to(dtype), signals=reading.signals.to(dtype))
 
@@ -108,6 +115,15 @@ def _closes_below_zero(observation: Observation, layer: str) -> bool:
     return torch.equal(plain, outputs(2, 1)) and not torch.equal(plain, outputs(1, 2))
 
 
+class _Solution(NamedTuple):
+    """One choice of directions: inputs are `mixing` · rest."""
+
+    mixing: Tensor  # K × rank
+    signals: Tensor  # K × outputs
+    is_open: Tensor  # K × outputs: whether the inputs open a unit, at any time
+    error: float
+
+
 class _Reader:
     """One gradient [∇W ∇b] of `count` images, as U · rest, and the search for the columns of Q.
 
@@ -115,38 +131,33 @@ class _Reader:
     """
 
     def __init__(self, gradient: Tensor, count: int, parameters: Tensor):
-        self.parameters = parameters
         self.rng = generator(0, "apart")
-        basis, self.noise = _column_basis(gradient, count, self.rng)
-        u, sizes, v = torch.linalg.svd(basis.T @ gradient, full_matrices=False)
-        rank = max(1, int((sizes[:count] > 4 * self.noise * sum(n**0.5 for n in gradient.shape)).sum()))
-        self.u: Tensor = basis @ u[:, :rank]
-        self.sizes: Tensor = sizes[:rank]
-        self.rest: Tensor = sizes[:rank, None] * v[:rank]
+        self.u, self.sizes, self.rest, self.noise = factored(gradient, count)
+        rank = len(self.sizes)
         self.converged = max(_CONVERGED, 2 * self.noise * (rank * sum(gradient.shape)) ** 0.5 / float(self.rest.norm()))
-        # Units that are closed for every image say nothing.
+        self.outputs = self.rest @ parameters.mT  # times × rank × outputs
         sums = self.u.square().sum(1)
-        live = sums > 1e-12 * sums.max()
-        self.live = self.u[live]
+        self.is_live = sums > 1e-12 * sums.max()  # units that are closed for every image say nothing
+        self.live = self.u[self.is_live]
         # Units that a mean of the inputs leaves farthest below zero are closed for most images.
         mean = gradient.T @ gradient[:, -1] / gradient[:, -1].square().sum()
-        outputs = (parameters[0] @ mean)[live]
-        self.closed_first = 1 - outputs.argsort().argsort() / len(outputs)
+        order = (parameters[0] @ mean)[self.is_live].argsort()
+        self.closed_first = 1 - order.argsort() / len(order)
         self.products = (self.live[:, :, None] * self.live[:, None]).flatten(1)
 
     def read(self) -> LayerInputs:
         rank = len(self.sizes)
-        best, candidates = self._reading(torch.eye(rank, dtype=torch.float64)), self.sizes.new_zeros(0, rank)
+        best, candidates = self._solution(torch.eye(rank, dtype=torch.float64)), self.sizes.new_zeros(0, rank)
         zeros, idle, turn = 0, 0, 0
         while best.error > self.converged and idle < _PATIENCE and turn < _ROUNDS:
             fresh = [self._descend(self._starts(candidates))]
             if turn and rank <= _FEW:
                 fresh.append(self._kernels())
             candidates = self._completed(self._sparsest(torch.cat([candidates, *fresh])))
-            best = min(best, self._refined(candidates), key=lambda reading: reading.error)
+            best = min(best, self._refined(candidates), key=lambda solution: solution.error)
             before, zeros, turn = zeros, int(self._zeros(candidates).sum()), turn + 1
             idle = idle + 1 if zeros <= before else 0
-        return best
+        return LayerInputs("", (best.mixing @ self.rest)[:, :-1], best.signals, best.error)
 
     def _starts(self, candidates: Tensor) -> Tensor:
         """Rows of U, each a mixture of few signals, and random directions; most without what the sparsest candidates
@@ -217,56 +228,68 @@ class _Reader:
         """
         for _ in range(_REFINEMENTS):
             zeros = self._zeros(q).sum()
-            q = self._sparsest(torch.cat([self._kernels_of(~self._open(self._reading(q.T).inputs)), q]))
+            q = self._sparsest(torch.cat([self._kernels_of(~self._solution(q).is_open), q]))
             if not self._zeros(q).sum() > zeros:
                 break
         return q
 
     def _kernels_of(self, closed: Tensor) -> Tensor:
         """For every row of units (n × outputs) the direction that these units leave smallest."""
-        moments = torch.einsum("ku,ui,uj->kij", closed.double(), self.u, self.u)
-        directions: Tensor = torch.linalg.eigh(moments)[1]
+        directions: Tensor = torch.linalg.eigh(self._moments(closed))[1]
         return directions[:, :, 0]
 
-    def _refined(self, q: Tensor) -> LayerInputs:
-        """Each direction anew as the kernel of the rows whose units its inputs close, while that makes the error smaller."""
-        best = self._reading(q.T)
-        for _ in range(_REFINEMENTS):
-            closed = ~self._open(best.inputs)
-            if bool((closed.sum(1) < len(q)).any()):
-                break
-            reading = self._reading(self._kernels_of(closed).T)
-            if not reading.error < best.error:
-                break
-            best = reading
-        return best if best.error > self.converged or self._is_unique(best) else replace(best, error=1.0)
+    def _moments(self, units: Tensor) -> Tensor:
+        """Σ u uᵀ over the units of every row (n × outputs) of a mask."""
+        sums: Tensor = units[:, self.is_live].double() @ self.products
+        return sums.view(len(units), len(self.sizes), -1)
 
-    def _is_unique(self, reading: LayerInputs) -> bool:
+    def _refined(self, q: Tensor) -> _Solution:
+        """Each direction anew as the kernel of the rows whose units its inputs close, while that makes the error smaller."""
+        best = self._solution(q)
+        for _ in range(_REFINEMENTS):
+            solution = self._solution(self._kernels_of(~best.is_open))
+            if not solution.error < best.error:
+                break
+            best = solution
+        return best if best.error > self.converged or self._is_unique(best) else best._replace(error=1.0)
+
+    def _is_unique(self, solution: _Solution) -> bool:
         """Whether the units that an image closes leave one direction only; too few of them fit mixtures as well."""
-        closed = (~self._open(reading.inputs)).double()
-        second = torch.linalg.eigvalsh(torch.einsum("ku,ui,uj->kij", closed, self.u, self.u))[:, :2].amax(1)
+        second = torch.linalg.eigvalsh(self._moments(~solution.is_open))[:, :2].amax(1)
         return bool((second > _UNIQUE**2).all())
 
-    def _open(self, inputs: Tensor) -> Tensor:
-        """Which units are open for the inputs (K × width), at any time."""
-        outputs = inputs @ self.parameters[:, :, :-1].mT + self.parameters[:, None, :, -1]
-        return (outputs + outputs.amax(0) - outputs.amin(0) > 0).any(0)
+    def _solution(self, q: Tensor) -> _Solution:
+        """What the directions `q` (K × rank) say: the last entry of every row of the inputs is the 1 for the bias."""
+        mixing: Tensor = torch.linalg.pinv(q.T)
+        scale = mixing @ self.rest[:, -1:]
+        scale = torch.where(scale.abs() > 1e-12, scale, 1e-12)
+        mixing, signals = mixing / scale, (self.u @ q.T).T * scale
+        outputs = mixing @ self.outputs
+        is_open = (outputs + outputs.amax(0) - outputs.amin(0) > 0).any(0)
+        wrong = signals * ~is_open  # ‖wrongᵀ inputs‖² by matrices of K × K
+        square = ((wrong @ wrong.T) * (mixing * self.sizes**2 @ mixing.T)).sum()
+        error = float((square.clamp_min(0) / self.sizes.square().sum()).sqrt())
+        return _Solution(mixing, signals * is_open, is_open, error if math.isfinite(error) else 1.0)
 
-    def _reading(self, q: Tensor) -> LayerInputs:
-        """What the columns of `q` say: the last entry of every row of the inputs is the 1 that multiplies the bias."""
-        inputs = torch.linalg.lstsq(q, self.rest).solution
-        scale = torch.where(inputs[:, -1:].abs() > 1e-12, inputs[:, -1:], 1e-12)
-        inputs, signals = inputs / scale, (self.u @ q).T * scale
-        signals = signals * self._open(inputs[:, :-1])
-        error = (self.u @ self.rest - signals.T @ inputs).norm() / self.rest.norm()
-        return LayerInputs("", inputs[:, :-1], signals, float(error) if bool(error.isfinite()) else 1.0)
+
+class Factors(NamedTuple):
+    """A matrix of low rank with noise, as u · rest."""
+
+    u: Tensor  # orthonormal columns
+    sizes: Tensor  # singular values, falling
+    rest: Tensor
+    noise: float  # standard deviation per entry
 
 
-def _column_basis(gradient: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, float]:
-    """A basis of the columns of a matrix of rank `count` with noise, and the noise's standard deviation per entry."""
-    sketch = torch.randn(gradient.shape[1], min(count + 8, *gradient.shape), generator=rng, dtype=gradient.dtype)
-    basis = torch.linalg.qr(gradient @ sketch)[0]
+def factored(matrix: Tensor, most: int) -> Factors:
+    """The factors of a matrix of rank `most` or less, from a random sketch (Halko et al. 2011)."""
+    rng = generator(0, "sketch")
+    sketch = torch.randn(matrix.shape[1], min(most + 8, *matrix.shape), generator=rng, dtype=matrix.dtype)
+    basis = torch.linalg.qr(matrix @ sketch)[0]
     for _ in range(2):
-        basis = torch.linalg.qr(gradient @ (gradient.T @ basis))[0]
-    u = basis @ torch.linalg.svd(basis.T @ gradient, full_matrices=False)[0][:, :count]
-    return u, float((gradient - u @ (u.T @ gradient)).square().mean().sqrt())
+        basis = torch.linalg.qr(matrix @ (matrix.T @ basis))[0]
+    u, sizes, v = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    u, sizes, rest = basis @ u[:, :most], sizes[:most], sizes[:most, None] * v[:most]
+    noise = float((matrix - u @ rest).square().mean().sqrt())
+    rank = max(1, int((sizes > 4 * noise * sum(n**0.5 for n in matrix.shape)).sum()))
+    return Factors(u[:, :rank], sizes[:rank], rest[:rank], noise)

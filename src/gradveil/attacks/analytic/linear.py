@@ -1,22 +1,30 @@
-"""The first fully connected layer with a bias gives its input exactly (Phong et al. 2017; Geiping et al. 2020).
+"""The images that entered a fully connected first layer with a bias.
 
-For one image ∇W = δ aᵀ and ∇b = δ, so a = ∇Wᵀδ/‖δ‖². Where that layer is the first, a is the image itself. For a batch,
-each row is a mixture of the images that switched its unit on: the rows with the largest signals are the guesses.
+A single image is read by division (Phong et al. 2017; Geiping et al. 2020), a batch before a ReLU by the zeros in its signals
+(see `apart.py`); both are exact. Where neither explains the update, as with noise or behind another activation, the images
+are separated as independent sources (see `separation.py`), which is approximate; the score is then how far pixels lie outside
+of their range.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks import ClosedForm, attack
+from gradveil.attacks.analytic.apart import factored, layer_inputs
+from gradveil.attacks.analytic.separation import separated
 from gradveil.attacks.layers import linear_layers
 from gradveil.core.observation import Observation
 
+_EXPLAINED = 0.1  # error of a reading above which images are separated as sources instead
 
-@attack("linear", targets="unused")
+
+@attack("linear", targets="unused", version=2)
 class Linear(ClosedForm):
-    """The input of a fully connected first layer, by division.
+    """The inputs of a fully connected first layer: of one image by division, of a batch by the zeros that ReLU leaves.
 
-    Example: gradveil audit --model smlp --attack linear
+    Example: gradveil audit --model smlp --batch-size 8 --attack linear
     """
 
     def applies(self, observation: Observation) -> str | None:
@@ -24,29 +32,26 @@ class Linear(ClosedForm):
         if not layers:
             return "the model has no fully connected layer with a bias"
         width = observation.state[f"{layers[0]}.weight"].shape[1]
-        pixels = int(torch.tensor(observation.task.input_shape).prod())
+        pixels = math.prod(observation.task.input_shape)
         wrong = f"the first fully connected layer takes {width} features, not the {pixels} pixels"
         return None if width == pixels else wrong
 
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        tensors, count, layer = (observation.update.tensors, observation.knowledge.batch_size, linear_layers(observation)[0])
-        weight, bias = tensors[f"{layer}.weight"].double(), tensors[f"{layer}.bias"].double()
-        if count == 1:
-            a = weight.T @ bias / (bias**2).sum()  # not finite, and so a failure, where the layer sent nothing
-            error = (weight - torch.outer(bias, a)).norm() / weight.norm()
-            return a.float().view(1, *observation.task.input_shape), error.float()
-        rows = bias.abs().argsort(descending=True)[: max(1, int((bias != 0).sum()))]
-        guesses = weight[rows] / bias[rows, None]
-        return _spread(guesses, count).float().view(count, *observation.task.input_shape), torch.tensor(0.0)
+        count, layer = observation.knowledge.batch_size, linear_layers(observation)[0]
+        reading = layer_inputs(observation, layer)
+        if reading is not None and (count == 1 or reading.error <= _EXPLAINED):
+            return _images(observation, reading.inputs), torch.tensor(reading.error)
+        weight, bias = (observation.update.tensors[f"{layer}.{part}"].double() for part in ("weight", "bias"))
+        if not bool(bias.any()):  # the layer sent nothing: not finite, and so a failure
+            return torch.full((count, *observation.task.input_shape), torch.nan), torch.tensor(1.0)
+        mixtures = factored(torch.cat([weight, bias[:, None]], 1), count).rest
+        images = _images(observation, separated(mixtures, observation.task.input_shape))
+        pixels = observation.task.denormalize(images)
+        return images, (pixels - pixels.clamp(0, 1)).square().mean().sqrt()
 
 
-def _spread(guesses: Tensor, count: int) -> Tensor:
-    """Guesses that differ from each other, strongest first: two rows that saw one image alone are equal."""
-    kept = [guesses[0]]
-    for guess in guesses[1:]:
-        if len(kept) == count:
-            break
-        if all((guess - k).norm() > 0.05 * k.norm() for k in kept):
-            kept.append(guess)
-    kept += [guesses.mean(0)] * (count - len(kept))
-    return torch.stack(kept)
+def _images(observation: Observation, inputs: Tensor) -> Tensor:
+    """As many images as the batch has; those that are missing are the mean of the others."""
+    missing = observation.knowledge.batch_size - len(inputs)
+    inputs = torch.cat([inputs, inputs.mean(0, keepdim=True).expand(missing, -1)])
+    return inputs.float().view(-1, *observation.task.input_shape)

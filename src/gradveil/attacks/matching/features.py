@@ -41,7 +41,7 @@ FACTORS = (1.0, 0.2)  # weights of the prior, as a share of the largest
 SHARES = (0.25, 0.25, 0.5)  # of the steps of the inversion, between halvings
 
 
-@attack("features", targets="unused")
+@attack("features", targets="unused", version=2)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 

@@ -78,7 +78,10 @@ class Head:
 
 
 def reduce_to_head(target: Target, layer: str | None = None) -> Head | None:
-    """The problem before the first fully connected layer, for single images whose gradient is exact there."""
+    """The problem before the first fully connected layer, for single images whose gradient is exact there.
+
+    Of a batch, `layer_inputs` has the rows too, but not which label belongs to which row.
+    """
     first = target.first
     if target.knowledge.batch_size != 1 or target.training.kind != "gradient":
         return None
