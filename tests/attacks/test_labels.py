@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from gradveil.attacks import parse
 from gradveil.attacks.labels import infer_labels
-from gradveil.attacks.labels.rules import bias_rule, idlg, llg, minimum_rule
+from gradveil.attacks.labels.rules import bias_rule, expected_rule, idlg, llg, minimum_rule, rehearsed_rule
 from gradveil.attacks.layers import classifier_name
+from gradveil.attacks.unit_length import unit_length
 from gradveil.core.local_training import LocalTraining
+from gradveil.data import load
 
 LEVEL = {1: 1.0, 8: 0.85, 32: 0.75}
 
@@ -91,3 +94,82 @@ def test_a_rule_gives_as_many_labels_as_there_are_images_whatever_it_sees() -> N
         assert len(bias_rule(bias, 7)) == 7
         assert len(bias_rule(bias, 2)) == 2
     assert len(minimum_rule(torch.randn(3, 4), 8)) == 8
+
+
+# -- trained nets ------------------------------------------------------------------------------------------------------
+
+
+def confident(labels: Tensor, classes: int, seed: int) -> Tensor:
+    """What a trained net believes of images with these labels: it is right, more or less surely; class 0 it rarely sees."""
+    rng = torch.Generator().manual_seed(seed)
+    true = nn.functional.one_hot(labels, classes).double()
+    sure = torch.rand(len(labels), 1, generator=rng, dtype=torch.double) * 3 + torch.where(labels == 0, 0.0, 1.0)[:, None]
+    return (torch.randn(len(labels), classes, generator=rng, dtype=torch.double) + sure * true).softmax(-1)
+
+
+def rehearsal(count: int, seed: int, classes: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The bias gradient and labels of a batch; beliefs and labels of public images."""
+    public, labels = (
+        torch.arange(500) % classes,
+        torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed)),
+    )
+    signal = confident(labels, classes, 100 + seed) - nn.functional.one_hot(labels, classes)
+    return signal.mean(0), labels, confident(public, classes, 1), public
+
+
+def test_the_rehearsed_rule_is_exact_where_the_net_believes_the_same_of_all_images() -> None:
+    belief = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.double)
+    public = torch.arange(40) % 4
+    for labels in ([0, 0, 0, 0], [0, 1, 2, 3], [3, 3, 1, 1], [2, 2, 2, 0, 3, 3]):
+        counts = torch.bincount(torch.tensor(labels), minlength=4)
+        bias = belief - counts / len(labels)
+        told = rehearsed_rule(bias, len(labels), belief.expand(40, 4), public)
+        assert told is not None and told.tolist() == sorted(labels)
+
+
+def test_the_rehearsed_rule_tells_more_than_the_expected_one_on_a_net_that_knows_classes() -> None:
+    shares: dict[str, list[float]] = {"expected": [], "rehearsed": []}
+    for seed in range(40):
+        bias, labels, beliefs, public = rehearsal(16, seed)
+        rehearsed = rehearsed_rule(bias, 16, beliefs, public)
+        assert rehearsed is not None
+        shares["rehearsed"].append(share(rehearsed, labels))
+        shares["expected"].append(share(expected_rule(bias, 16, beliefs.mean(0)), labels))
+    told = {name: sum(values) / len(values) for name, values in shares.items()}
+    assert told["rehearsed"] > 0.8
+    assert told["rehearsed"] > told["expected"] + 0.03
+
+
+def test_a_class_whose_entry_is_below_zero_is_present_unless_noise_explains_it() -> None:
+    beliefs = torch.full((30, 3), 1 / 3, dtype=torch.double)
+    bias = torch.tensor([0.3, -0.01, -0.29], dtype=torch.double)
+    public = torch.arange(30) % 3
+    surely, noisy = (rehearsed_rule(bias, 2, beliefs, public, noise) for noise in (0.0, 0.1))
+    assert surely is not None and surely.tolist() == [1, 2]
+    assert noisy is not None and len(noisy) == 2
+
+
+@pytest.mark.parametrize("factor", [1e-4, 100.0])
+def test_a_gradient_of_another_size_is_not_rehearsed(factor: float) -> None:
+    bias, _, beliefs, public = rehearsal(16, 0)
+    assert rehearsed_rule(factor * bias, 16, beliefs, public) is None
+
+
+def test_labels_on_a_trained_net(observe_victims: Callable) -> None:
+    """More are told than by the rule that does not know the size of the gradient."""
+    data = load("mnist-5k")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(784, 40), nn.ReLU(), nn.Linear(40, 10))
+        optimizer = torch.optim.Adam(module.parameters(), 3e-3)
+        for places in torch.randperm(2000).split(50):
+            optimizer.zero_grad()
+            batch = data.private[places]
+            nn.functional.cross_entropy(module((batch.x - data.mean) / data.std), batch.y).backward()
+            optimizer.step()
+    seen, truth = observe_victims(model=module, victims=24, batch_size=16)
+    told = [share(infer_labels(unit_length(o)), t.original.y) for o, t in zip(seen, truth, strict=True)]
+    hidden = [dataclasses.replace(o, knowledge=dataclasses.replace(o.knowledge, norm=1e9)) for o in seen]
+    without = [share(infer_labels(o), t.original.y) for o, t in zip(hidden, truth, strict=True)]
+    assert sum(told) / len(told) > 0.7
+    assert sum(told) / len(told) > sum(without) / len(without) + 0.02
