@@ -6,7 +6,7 @@ from gradveil.core.observation import Observation
 from gradveil.defenses.update.clip import Clip
 
 
-@attack("clip-aware", against=(Clip,), targets="any", version=4)
+@attack("clip-aware", against=(Clip,), targets="any", version=5)
 class ClipAware(SwiftCounter):
     """`swift`, which no change of an update's size stops, under the name of clipping's counter.
 

@@ -28,7 +28,7 @@ from gradveil.defenses.update.noise import Gaussian, Laplace
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
 
-@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense), targets="any")
+@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense), targets="any", version=2)
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size.
 

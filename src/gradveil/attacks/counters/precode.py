@@ -38,7 +38,7 @@ def _no_bottleneck(observation: Observation) -> str | None:
     return None if bottleneck_path(observation) is not None else "the model has no variational bottleneck"
 
 
-@attack("precode-signal", against=(Precode,))
+@attack("precode-signal", against=(Precode,), version=2)
 class PrecodeSignal(SwiftCounter):
     """Exact features and exact signal at the encoder, then the layers before it.
 
@@ -57,7 +57,7 @@ class PrecodeSignal(SwiftCounter):
         return Swift().reconstruct(target) if head is None else _relabelled(Swift().reconstruct(head.target), target)
 
 
-@attack("precode-latent", against=(Precode,))
+@attack("precode-latent", against=(Precode,), version=2)
 class PrecodeLatent(Attack):
     """The image whose features are those that the encoder's gradients give away.
 
@@ -83,7 +83,7 @@ class PrecodeLatent(Attack):
         return _relabelled(Answer(solution.x, solution.value, iterations=solution.iterations), target)
 
 
-@attack("precode-ignore", against=(Precode,))
+@attack("precode-ignore", against=(Precode,), version=2)
 class PrecodeIgnore(SwiftCounter):
     """Match only the layers up to the bottleneck's encoder.
 

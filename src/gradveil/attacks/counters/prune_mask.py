@@ -10,7 +10,7 @@ from gradveil.core.observation import Observation
 from gradveil.defenses.update.prune import Prune
 
 
-@attack("prune-mask", against=(Prune,), targets="any")
+@attack("prune-mask", against=(Prune,), targets="any", version=2)
 class PruneMask(SwiftCounter):
     """Match only what was sent.
 

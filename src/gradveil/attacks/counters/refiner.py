@@ -34,7 +34,7 @@ USUAL = 1e-2  # where none can be tried
 TRIED = 4  # public batches that choose the weight
 
 
-@attack("refiner-partial", against=(Refiner,))
+@attack("refiner-partial", against=(Refiner,), version=2)
 class RefinerPartial(Attack):
     """Average, match what Refiner keeps close, under a prior chosen on public images.
 

@@ -12,7 +12,7 @@ from gradveil.core.observation import Observation
 from gradveil.defenses.gradient.soteria import Soteria
 
 
-@attack("soteria-drop", against=(Soteria,), targets="any")
+@attack("soteria-drop", against=(Soteria,), targets="any", version=2)
 class SoteriaDrop(SwiftCounter):
     """Match all but the tensors with zeroed columns.
 

@@ -36,7 +36,7 @@ SPARSE = 0.05  # share of exact zeros from which a tensor was thinned out
 ROWS = 512  # evaluated at a time
 
 
-@attack("ggl", needs={"public"})
+@attack("ggl", needs={"public"}, version=2)
 class GGL(Attack):
     """Match the update of generated images, over the generator's input.
 

@@ -32,7 +32,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 VALIDATED = 1_000  # rows on which kernel and ridge are chosen
 
 
-@attack("inverter", needs={"public"})
+@attack("inverter", needs={"public"}, version=2)
 class Inverter(Attack):
     """Kernel ridge regression from defended updates of public images to the images.
 

@@ -33,7 +33,7 @@ from gradveil.defenses.update.none import NoDefense
 MOST_ROUNDS = 20.0  # rounds of an undefended client that one round of the defense may cost
 
 
-@attack("expectation", version=2)
+@attack("expectation", version=3)
 class Expectation(Attack):
     """Match the mean defended update over fresh draws of the defense.
 

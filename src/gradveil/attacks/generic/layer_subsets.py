@@ -29,7 +29,7 @@ SEARCH = Swift(restarts=1, cycles=1, adam_steps=0)
 Mask = dict[str, Tensor]  # name → 0/1, for one victim; broadcast over the tensor
 
 
-@attack("layer-subsets", targets="any", version=2)
+@attack("layer-subsets", targets="any", version=3)
 class LayerSubsets(Attack):
     """Match several subsets of the layers, keep what explains most of the update.
 

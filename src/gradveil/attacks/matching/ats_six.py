@@ -35,7 +35,7 @@ class _Six(MatchingAttack):
         return replace(self.published, priors=(prior,), steps=self.steps or steps, restarts=self.restarts)
 
 
-@attack("adam-cosine", targets="any")
+@attack("adam-cosine", targets="any", version=2)
 class AdamCosine(_Six):
     """Cosine, signed Adam: Inverting Gradients with ATS's number of steps.
 
@@ -49,7 +49,7 @@ class AdamCosine(_Six):
     published = Match(Cosine(), optimizer=Adam(0.1, signed=True), steps=4_800, box=True)
 
 
-@attack("sgd-cosine", targets="any")
+@attack("sgd-cosine", targets="any", version=2)
 class SGDCosine(_Six):
     """Cosine, signed SGD with Nesterov momentum (0.01 in the public code).
 
@@ -60,7 +60,7 @@ class SGDCosine(_Six):
     published = Match(Cosine(), optimizer=SGD(0.01, signed=True), steps=4_800, box=True)
 
 
-@attack("adam-l1", targets="any")
+@attack("adam-l1", targets="any", version=2)
 class AdamL1(_Six):
     """L1, signed Adam.
 
@@ -71,7 +71,7 @@ class AdamL1(_Six):
     published = Match(L1(), optimizer=Adam(0.1, signed=True), steps=4_800, box=True)
 
 
-@attack("adam-l2", targets="any")
+@attack("adam-l2", targets="any", version=2)
 class AdamL2(_Six):
     """L2, signed Adam.
 
@@ -82,7 +82,7 @@ class AdamL2(_Six):
     published = Match(L2(), optimizer=Adam(0.1, signed=True), steps=4_800, box=True)
 
 
-@attack("lbfgs-cosine", targets="any")
+@attack("lbfgs-cosine", targets="any", version=2)
 class LBFGSCosine(_Six):
     """Cosine, L-BFGS.
 
@@ -93,7 +93,7 @@ class LBFGSCosine(_Six):
     published = Match(Cosine(), optimizer=LBFGS(), steps=300)
 
 
-@attack("lbfgs-l2", targets="any")
+@attack("lbfgs-l2", targets="any", version=2)
 class LBFGSL2(_Six):
     """L2, L-BFGS: DLG's distance with a prior.
 

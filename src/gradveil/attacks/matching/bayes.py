@@ -29,7 +29,7 @@ def likelihood(noises: Sequence[Noise | None], least: float) -> Distance:
     return GaussianLikelihood(stds.clamp_min(least))
 
 
-@attack("bayes", targets="any", version=3)
+@attack("bayes", targets="any", version=4)
 class BayesOptimal(MatchingAttack):
     """Likelihood of the noise + a smoothness prior, Adam.
 

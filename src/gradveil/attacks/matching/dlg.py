@@ -36,7 +36,7 @@ class DeepLeakage(MatchingAttack):
         return Match(L2(), (), LBFGS(history=100), self.steps, Start(), self.restarts, learn_labels=True)
 
 
-@attack("idlg")
+@attack("idlg", version=2)
 class ImprovedDeepLeakage(MatchingAttack):
     """The label first, then the image by L2 and L-BFGS.
 
@@ -51,7 +51,7 @@ class ImprovedDeepLeakage(MatchingAttack):
         return Match(L2(), (), LBFGS(history=100), self.steps, Start(), self.restarts)
 
 
-@attack("cpl")
+@attack("cpl", version=2)
 class ClientPrivacyLeakage(MatchingAttack):
     """iDLG from a tiled patch, with a label term.
 

@@ -14,7 +14,7 @@ from gradveil.attacks.matching.priors import TV, BatchNormPrior, GroupPrior, L2N
 from gradveil.attacks.matching.problem import Match
 
 
-@attack("gradinversion")
+@attack("gradinversion", version=2)
 class GradInversion(MatchingAttack):
     """Sum of layer distances + TV + L2 + BatchNorm + group consistency, noisy Adam.
 

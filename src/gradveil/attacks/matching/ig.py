@@ -42,7 +42,7 @@ VARIANTS = {
 }
 
 
-@attack("ig", targets="any")
+@attack("ig", targets="any", version=2)
 class InvertingGradients(MatchingAttack):
     """Cosine distance + total variation, signed Adam, boxed.
 

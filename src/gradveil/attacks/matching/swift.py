@@ -51,7 +51,7 @@ LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
-@attack("swift", targets="any", version=4)
+@attack("swift", targets="any", version=5)
 class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual.
 

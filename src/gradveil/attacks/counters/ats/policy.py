@@ -29,7 +29,7 @@ from gradveil.defenses.data.ats.defense import ATS, Draw, transform
 BLOCK = 2048  # draws that are judged together
 
 
-@attack("ats-early", against=(ATS,), version=2)
+@attack("ats-early", against=(ATS,), version=3)
 class AtsEarly(MatchingAttack):
     """Inverting Gradients with a weak prior, as in the first rounds.
 
@@ -46,7 +46,7 @@ class AtsEarly(MatchingAttack):
         return Match(Cosine(), (TV(1e-5),), Adam(0.1, signed=True), self.steps or work.steps(2_000), box=True)
 
 
-@attack("ats-policy", needs={"public"}, against=(ATS,), version=2)
+@attack("ats-policy", needs={"public"}, against=(ATS,), version=3)
 class AtsPolicy(Attack):
     """Rebuild what was fed, undo every draw of the policy, keep the likeliest.
 

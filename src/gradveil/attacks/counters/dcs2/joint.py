@@ -42,7 +42,7 @@ TOGETHER = Swift(adam_steps=0)
 LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
-@attack("dcs2-joint", against=(DCS2,))
+@attack("dcs2-joint", against=(DCS2,), version=2)
 class DCS2Joint(Attack):
     """Sensitive and concealed image told apart, or matched together.
 
@@ -166,7 +166,7 @@ def _determined(target: Target, layer: Layer, images: int) -> bool:
     return images * math.prod(layer.after) + target.state[f"{layer.path}.weight"].numel() > 1.5 * unknown
 
 
-@attack("dcs2-average-start", needs={"public"}, against=(DCS2,))
+@attack("dcs2-average-start", needs={"public"}, against=(DCS2,), version=2)
 class DCS2AverageStart(MatchingAttack):
     """Inverting Gradients from the mean public image of the class.
 
