@@ -6,8 +6,8 @@ The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/anal
 2. Each input is inverted through the layers before it. A step is one forward and one backward pass: no derivative of a
    gradient. ReLUs are left as they are, but let a share of the error pass where they are closed; without it a unit that is
    closed by mistake never opens, and the search ends a thousand times further from the features.
-3. Steps are taken in coordinates of natural images, coarse structure first. Several starts and weights of the prior run side
-   by side, and are halved by the distance from features and gradients.
+3. Steps are taken in coordinates of natural images, coarse structure first, from several starts at once. The half of them
+   that is nearer to features and gradients is kept, and their mean taken: where they differ, nothing was known.
 4. From these images the gradients of the layers before are matched too, since the signals at the cut are known: where
    features and gradients are more numbers than the pixels.
 """
@@ -29,7 +29,7 @@ from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import FeatureMatch, Head, cut_before
 from gradveil.attacks.matching.natural import Coordinates, Natural
 from gradveil.attacks.matching.optimizers import Adam
-from gradveil.attacks.matching.priors import BoxPenalty
+from gradveil.attacks.matching.priors import TV, BoxPenalty
 from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.errors import UserError
@@ -37,8 +37,9 @@ from gradveil.core.loops import Loop
 from gradveil.core.observation import Observation
 
 RELU: tuple[object, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
-FACTORS = (1.0, 0.2)  # weights of the prior, as a share of the largest
-SHARES = (0.25, 0.25, 0.5)  # of the steps of the inversion, between halvings
+SPREAD = 0.3  # of the starts, in standard deviations of natural images
+SMOOTH = 0.5  # weight of total variation, as a share of that of the prior
+FINER = 0.25  # step size while gradients are matched, as a share of that before
 
 
 @attack("features", targets="unused", version=2)
@@ -48,18 +49,18 @@ class FeatureInversion(Attack):
     Args:
         steps: first-order steps of the inversion, scaled by the budget.
         matching: steps that also match the gradients of the layers before, scaled by the budget.
-        starts: starts per weight of the prior.
-        prior: largest weight of how unlikely an image is.
+        starts: starts per victim.
+        prior: weight of how unlikely an image is.
         lr: step size of Adam, in standard deviations of natural images.
         slope: share of the error that passes a closed ReLU.
     Example: gradveil audit --model flower-cnn --batch-size 8 --attack features:steps=2000
     """
 
-    steps: int = Field(default=600, ge=4)
+    steps: int = Field(default=600, ge=1)
     matching: int = Field(default=300, ge=0)
-    starts: int = Field(default=2, ge=1)
+    starts: int = Field(default=4, ge=1)
     prior: float = Field(default=0.05, ge=0)
-    lr: float = Field(default=0.1, gt=0)
+    lr: float = Field(default=0.2, gt=0)
     slope: float = Field(default=0.1, ge=0, le=1)
 
     def applies(self, observation: Observation) -> str | None:
@@ -73,7 +74,7 @@ class FeatureInversion(Attack):
     def cost(self, work: Workload) -> Cost:
         """A step of the inversion takes about a third of an evaluation with the derivative of an update."""
         inversion, matching = self._steps(work)
-        return Cost(inversion // 3 + matching, len(FACTORS) * self.starts)
+        return Cost(inversion // 3 + matching, self.starts)
 
     def run(self, target: Target) -> Answer:
         victims = len(target.observations)
@@ -98,7 +99,7 @@ class FeatureInversion(Attack):
         inversion, matching = self._steps(target.workload)
         x, used = search.inverted(inversion), inversion
         if matching and search.is_determined:
-            x, used = search.descend(RelativeL2(), x, matching), used + matching
+            x, used = search.descend(x, matching, self.lr * FINER, RelativeL2()), used + matching
         return Answer(x, search.score(x), iterations=used)
 
     def _steps(self, work: Workload) -> tuple[int, int]:
@@ -114,7 +115,6 @@ class _Search:
     def __init__(self, settings: FeatureInversion, head: Head):
         self.settings, self.head = settings, head
         self.coordinates = Coordinates.of(head.target)
-        self.weights = settings.prior * torch.tensor(FACTORS).repeat(settings.starts)
 
     @property
     def is_determined(self) -> bool:
@@ -125,24 +125,23 @@ class _Search:
 
     def inverted(self, steps: int) -> Tensor:
         """Step 3: one row of images per victim."""
-        victims, each = self.head.target.shape[0], len(self.weights)
-        scales = [0.1 + 0.4 * (i // len(FACTORS)) for i in range(each)]
-        x, weights = self.coordinates.draw(self.head.target, scales), self.weights.repeat(victims)
-        for share in SHARES:
-            x = self.descend(Nothing(), x, max(1, int(share * steps)), weights)
-            score = self.score(x).unflatten(0, (victims, -1))
-            kept = score.shape[1] // 2 if share != SHARES[-1] else 1
-            rows = score.topk(max(1, kept), dim=1, largest=False).indices + torch.arange(victims)[:, None] * score.shape[1]
-            x, weights = x[rows.flatten()], weights[rows.flatten()]
-        return x
+        victims, starts = self.head.target.shape[0], self.settings.starts
+        x = self.descend(self.coordinates.draw(self.head.target, starts, SPREAD), steps, self.settings.lr, Nothing())
+        nearest = self.score(x).unflatten(0, (victims, starts)).argsort(1)[:, : (starts + 1) // 2]
+        kept: Tensor = x.unflatten(0, (victims, starts))[torch.arange(victims)[:, None], nearest]
+        return kept.mean(1)
 
-    def descend(self, distance: Distance, x: Tensor, steps: int, weights: Tensor | None = None) -> Tensor:
+    def descend(self, x: Tensor, steps: int, lr: float, distance: Distance) -> Tensor:
         """Better images from `x`, victims · restarts first."""
-        prior = Natural(self.coordinates, self.settings.prior * FACTORS[-1] if weights is None else weights)
-        priors = (OpenMatch(self.head.features, self.settings.slope), prior, BoxPenalty(1.0))
+        weight = self.settings.prior
+        priors = (
+            OpenMatch(self.head.features, self.settings.slope),
+            Natural(self.coordinates, weight),
+            TV(SMOOTH * weight),
+            BoxPenalty(1.0),
+        )
         restarts = len(x) // self.head.target.shape[0]
-        optimizer = Adam(self.settings.lr)
-        match = Match(distance, priors, optimizer, steps, restarts=restarts, coordinates=self.coordinates)
+        match = Match(distance, priors, Adam(lr), steps, restarts=restarts, coordinates=self.coordinates)
         return solve(Problem(self.head.target, match), start=x).x
 
     def score(self, x: Tensor) -> Tensor:
