@@ -59,6 +59,9 @@ def test_where_it_does_not_apply(observe_victims: Callable, shapes: DataSet) -> 
     no_bias = nn.Sequential(nn.Flatten(), nn.Linear(144, 3, bias=False))
     (seen, *_), _ = observe_victims(data=shapes, model=no_bias)
     assert attack.why_not(seen) == "the model has no fully connected layer with a bias"
+    by_rows = nn.Sequential(nn.Flatten(1, 2), nn.Linear(12, 2), nn.Flatten(), nn.ReLU(), nn.Linear(24, 3))
+    (seen, *_), _ = observe_victims(data=shapes, model=by_rows)
+    assert attack.why_not(seen) == "the first fully connected layer takes several rows per image"
     (seen, *_), _ = observe_victims(data=shapes, model=pooled(), training=LocalTraining(epochs=2, lr=0.1))
     assert "weight differences" in str(attack.why_not(seen))
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
-from gradveil.attacks.layers import linear_layers
+from gradveil.attacks.layers import hooked, linear_layers
 from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import FeatureMatch, Head, cut_before
@@ -35,14 +35,16 @@ from gradveil.attacks.matching.rows import Rows
 from gradveil.core.errors import UserError
 from gradveil.core.loops import Loop
 from gradveil.core.observation import Observation
+from gradveil.core.randomness import torch_stream
 
 RELU: tuple[object, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 SPREAD = 0.3  # of the starts, in standard deviations of natural images
 SMOOTH = 0.5  # weight of total variation, as a share of that of the prior
+WEAK = 0.01  # weight of the prior where features are more numbers than the pixels, as a share of that elsewhere
 FINER = 0.25  # step size while gradients are matched, as a share of that before
 
 
-@attack("features", targets="unused", version=2)
+@attack("features", targets="unused", version=3)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 
@@ -66,8 +68,11 @@ class FeatureInversion(Attack):
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.training.kind != "gradient":
             return "weight differences of local training do not give away the inputs of a layer"
-        if not linear_layers(observation):
+        layers = linear_layers(observation)
+        if not layers:
             return "the model has no fully connected layer with a bias"
+        if not _one_row_per_image(observation, layers[0]):
+            return "the first fully connected layer takes several rows per image"
         single = observation.knowledge.batch_size == 1
         return UNREADABLE if single and layer_inputs(observation) is None else None
 
@@ -133,7 +138,10 @@ class _Search:
 
     def descend(self, x: Tensor, steps: int, lr: float, distance: Distance) -> Tensor:
         """Better images from `x`, victims · restarts first."""
-        weight = self.settings.prior
+        # Features that are more numbers than the pixels leave little open: a prior only blurs, and fine structure is left.
+        wide = self.head.features.shape[2] >= math.prod(x.shape[2:])
+        weight = self.settings.prior * (WEAK if wide else 1)
+        coordinates = None if wide and not isinstance(distance, Nothing) else self.coordinates
         priors = (
             OpenMatch(self.head.features, self.settings.slope),
             Natural(self.coordinates, weight),
@@ -141,7 +149,7 @@ class _Search:
             BoxPenalty(1.0),
         )
         restarts = len(x) // self.head.target.shape[0]
-        match = Match(distance, priors, Adam(lr), steps, restarts=restarts, coordinates=self.coordinates)
+        match = Match(distance, priors, Adam(lr), steps, restarts=restarts, coordinates=coordinates)
         return solve(Problem(self.head.target, match), start=x).x
 
     def score(self, x: Tensor) -> Tensor:
@@ -182,6 +190,18 @@ class _OpenReLU(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         leaky = F.leaky_relu(args[0], self.slope)
         return leaky + (torch.relu(args[0]) - leaky).detach()
+
+
+def _one_row_per_image(observation: Observation, layer: str) -> bool:
+    shapes, model = list[int](), observation.model
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        shapes.append(inputs[0].ndim)
+
+    images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
+    with torch.no_grad(), hooked([model.module.get_submodule(layer).register_forward_pre_hook(note)]):
+        model(observation.state, images, model.draw_noise(2, torch_stream(0)))
+    return shapes == [2]
 
 
 def _filled(rows: Tensor, count: int, factor: float = 1.0) -> Tensor:
