@@ -70,17 +70,13 @@ def test_linear_reads_a_batch_and_not_a_noised_one(batch_size: int, observe_vict
         ("smlp", LocalTraining(lr=0.01, epochs=3)),
         ("smlp", LocalTraining(lr=0.01, epochs=2, batch_size=4, optimizer="sgd:momentum=0.9")),
         ("flower-cnn", LocalTraining(lr=0.001, epochs=3)),
-        ("femnist-cnn", LocalTraining(mode="train")),
     ],
 )
-def test_weight_differences_and_dropout_do_not_stop_it(model: str, training: LocalTraining, observe_victims: Callable) -> None:
+def test_weight_differences_do_not_stop_it(model: str, training: LocalTraining, observe_victims: Callable) -> None:
     (observation,), (trace,) = observe_victims(model=model, victims=1, batch_size=8, training=training)
     reading = layer_inputs(observation)
     assert reading is not None and reading.is_exact
-    if training.mode == "train" and model == "femnist-cnn":  # dropout hides features, each image's own
-        assert len(reading.inputs) == 8
-    else:
-        assert relative_errors(true_inputs(observation, trace, reading.layer), reading.inputs).max() < 2e-2
+    assert relative_errors(true_inputs(observation, trace, reading.layer), reading.inputs).max() < 2e-2
 
 
 def test_adam_is_not_read(observe_victims: Callable) -> None:
