@@ -2,7 +2,8 @@
 
 The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/analytic/apart.py` reads from one update.
 
-1. The inputs and signals of the first fully connected layer are read from its gradient, also of batches.
+1. The inputs and signals of the first fully connected layer are read from its gradient, also of batches. A weight difference
+   of SGD is the sum of several gradients; with small steps it is read like one.
 2. Each input is inverted through the layers before it. A step is one forward and one backward pass: no derivative of a
    gradient. ReLUs are left as they are, but let a share of the error pass where they are closed; without it a unit that is
    closed by mistake never opens, and the search ends a thousand times further from the features.
@@ -33,6 +34,7 @@ from gradveil.attacks.matching.priors import TV, BoxPenalty
 from gradveil.attacks.matching.problem import Match, Problem, residual
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalSGD, optimizer
 from gradveil.core.loops import Loop
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import torch_stream
@@ -44,7 +46,7 @@ WEAK = 0.01  # weight of the prior where features are more numbers than the pixe
 FINER = 0.25  # step size while gradients are matched, as a share of that before
 
 
-@attack("features", targets="unused", version=3)
+@attack("features", targets="unused", version=4)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 
@@ -66,8 +68,8 @@ class FeatureInversion(Attack):
     slope: float = Field(default=0.1, ge=0, le=1)
 
     def applies(self, observation: Observation) -> str | None:
-        if observation.knowledge.training.kind != "gradient":
-            return "weight differences of local training do not give away the inputs of a layer"
+        if not isinstance(optimizer(observation.knowledge.training.optimizer), LocalSGD):
+            return "steps that are divided by their size, such as Adam's, do not give away the inputs of a layer"
         layers = linear_layers(observation)
         if not layers:
             return "the model has no fully connected layer with a bias"
