@@ -126,7 +126,7 @@ class Swift(Attack):
         closed = usable[0].run(target)
         best = Answer(closed.x, residual(target, closed.x))
         if isinstance(usable[0], CERTAIN) and target.shape[1] == 1:
-            best.score = torch.where(closed.score < SURE, torch.minimum(closed.score, best.score), best.score)
+            best.score = torch.where(closed.score < SURE, best.score.clamp_max(self.exact), best.score)
         rows = _above(best, CLOSE)
         if rows:
             _merge(best, rows, search(target.subset(rows), insight))
