@@ -163,6 +163,13 @@ def test_what_is_missing_is_one_command() -> None:
     assert "20 victims, attacks that are built to break the defense (prune-mask) and the cost in accuracy" in step.reason
 
 
+def test_a_counter_that_was_left_out_of_the_suite_is_taken_back_into_it() -> None:
+    lacking = held("prune:ratio=0.9", 1.0, "unrefuted", counter=["prune-mask"])
+    settings: dict[str, Any] = {"victims": 32, "without": ["prune-mask", "soteria-drop"], "utility": True}
+    (step,) = advised(control(), lacking, **settings).next_steps
+    assert spec_of(step).without == ("soteria-drop",) and spec_of(step).attacks == ("standard",)
+
+
 def test_a_cost_that_was_asked_for_and_not_measured_is_a_failed_training() -> None:
     (step,) = advised(control(), held("dcs2", None), utility=True).next_steps
     assert step.code == "failed-training" and step.command is None and "what dcs2 costs failed" in step.reason

@@ -193,7 +193,9 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
             missing.append(plural(victims, "victim"))
     counters = dict.fromkeys(name for row in rows if "no-counter" in reasons[row.spec] for name in row.left_out)
     if counters:
-        changes["attacks"] = (*evidence.spec.attacks, *counters)
+        left_out = evidence.spec.without
+        changes["without"] = tuple(name for name in left_out if name not in counters)
+        changes["attacks"] = (*evidence.spec.attacks, *(name for name in counters if name not in left_out))
         missing.append(f"attacks that are built to break the defense ({listing(counters)})")
     if evidence.spec.utility is None:
         changes["utility"] = True
