@@ -125,8 +125,8 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
         return None
     cell, image = worst
     judged = {(v.victim, v.image): v.identified for v in defense.worst.by_victim} if defense.worst else {}
-    identified = "identified" if judged.get(image.place, image.identified) else "not identified"
-    scores = f"PSNR {words.digits(image.psnr, 1)} dB, SSIM {words.digits(image.ssim)}, {identified}"
+    identified = bool(judged.get(image.place, image.identified))  # by all attacks together, as the sentence above says
+    scores = f"PSNR {words.digits(image.psnr, 1)} dB, SSIM {words.digits(image.ssim)}, {'not ' * (not identified)}identified"
     text = f"Worst case: {who(image.place, case.batch_size > 1)}, rebuilt by {cell.attack}: {scores}."
     original, rebuilt = shown.originals.get(defense.spec), shown.rebuilt.get(cell.key)
     if original is None or rebuilt is None or image.place not in shown.places:
@@ -134,7 +134,7 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
     column = shown.places.index(image.place)
     private = ", ".join(filter(None, ("Private image", label_of(image, case))))
     again = f"The same image as rebuilt by {cell.attack}"
-    tile = Tile(rebuilt.sprite, column, again, "rebuilt", bool(image.identified))
+    tile = Tile(rebuilt.sprite, column, again, "rebuilt", identified)
     return WorstCase(text, Tile(original.sprite, column, private, "original"), tile)
 
 
