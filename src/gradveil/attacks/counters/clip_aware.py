@@ -1,14 +1,17 @@
-"""Against clipping, which changes nothing but the size of an update: every match leaves the size open."""
+"""Against clipping, which changes nothing but the size of an update: no attack here depends on the size."""
 
 from gradveil.attacks import attack
-from gradveil.attacks.matching.swift import SwiftCounter
+from gradveil.attacks.counters.batches import BatchCounter
 from gradveil.core.observation import Observation
 from gradveil.defenses.update.clip import Clip
 
 
-@attack("clip-aware", against=(Clip,), targets="any", version=5)
-class ClipAware(SwiftCounter):
-    """`swift`, which no change of an update's size stops, under the name of clipping's counter.
+@attack("clip-aware", against=(Clip,), targets="any", version=6)
+class ClipAware(BatchCounter):
+    """Closed forms, the inversion of features and `swift`, which no change of an update's size stops.
+
+    Single images and batches, all networks and all local training: `swift`, which begins with the closed forms. Batches behind
+    one gradient that can be read apart at the first fully connected layer: the inversion of features.
 
     Example: gradveil audit --defense clip:norm=0.5 --attack clip-aware
     """

@@ -6,6 +6,9 @@
 * `precode-latent`: only the exact features are used: the image that has them.
 * `precode-ignore` (Scheliga et al. 2023): everything after the bottleneck's encoder is left out of the match.
 
+In batches, `precode-signal` reads the first fully connected layer apart, where it lies before the bottleneck and meets a ReLU.
+The encoder meets none: its signals are not sparse, and a batch cannot be read there.
+
 On nets that begin with a fully connected layer the image is that layer's exact input; `precode-signal` reads it there.
 """
 
@@ -14,8 +17,10 @@ from pydantic import Field
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
+from gradveil.attacks.layers import linear_layers
 from gradveil.attacks.matching.distances import Nothing
 from gradveil.attacks.matching.engine import solve
+from gradveil.attacks.matching.features import FeatureInversion
 from gradveil.attacks.matching.head import FeatureMatch, reduce_to_head
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.priors import TV
@@ -24,6 +29,8 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.attacks.matching.swift import Swift, SwiftCounter
 from gradveil.core.observation import Observation
 from gradveil.defenses.model.precode import Precode
+
+INVERSION = FeatureInversion()
 
 
 def bottleneck_path(observation: Observation) -> str | None:
@@ -38,18 +45,25 @@ def _no_bottleneck(observation: Observation) -> str | None:
     return None if bottleneck_path(observation) is not None else "the model has no variational bottleneck"
 
 
-@attack("precode-signal", against=(Precode,), version=2)
+@attack("precode-signal", against=(Precode,), version=3)
 class PrecodeSignal(SwiftCounter):
     """Exact features and exact signal at the encoder, then the layers before it.
+
+    Single images of all networks; batches where the first fully connected layer is not the encoder and meets a ReLU.
 
     Example: gradveil audit --defense precode --attack precode-signal
     """
 
     def applies(self, observation: Observation) -> str | None:
-        single = observation.knowledge.batch_size == 1 and observation.update.kind == "gradient"
-        return _no_bottleneck(observation) or (None if single else "the encoder's gradients are exact for single images")
+        if why := _no_bottleneck(observation) or INVERSION.applies(observation):
+            return why
+        hidden = not linear_layers(observation)[0].startswith(f"{bottleneck_path(observation)}.")
+        single = observation.knowledge.batch_size == 1
+        return None if hidden or single else "no fully connected layer before the encoder, which is exact for single images"
 
     def run(self, target: Target) -> Answer:
+        if target.knowledge.batch_size > 1:
+            return INVERSION.run(target)
         for closed in (Linear(), RGAP()):
             if closed.applies(target.first) is None:
                 return closed.run(target)
@@ -57,7 +71,7 @@ class PrecodeSignal(SwiftCounter):
         return Swift().reconstruct(target) if head is None else _relabelled(Swift().reconstruct(head.target), target)
 
 
-@attack("precode-latent", against=(Precode,), version=2)
+@attack("precode-latent", against=(Precode,), version=3)
 class PrecodeLatent(Attack):
     """The image whose features are those that the encoder's gradients give away.
 
@@ -72,7 +86,8 @@ class PrecodeLatent(Attack):
         return Cost(LBFGS().expected_evaluations(self.steps))
 
     def applies(self, observation: Observation) -> str | None:
-        return PrecodeSignal().applies(observation)
+        single = observation.knowledge.batch_size == 1
+        return PrecodeSignal().applies(observation) if single else "the encoder's gradients are exact for single images"
 
     def run(self, target: Target) -> Answer:
         head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")

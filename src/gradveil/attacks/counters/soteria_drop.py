@@ -1,20 +1,24 @@
 """Against Soteria (Balunović et al. 2022): leave the protected layer out of the match; the others tell enough.
 
-Which layer it is needs no secret: its weight gradient has columns of exact zeros.
+Which layer it is needs no secret: its weight gradient has columns of exact zeros. In batches, a first fully connected layer
+that is not protected is read apart.
 """
 
 from torch import Tensor
 
 from gradveil.attacks import Target, attack
+from gradveil.attacks.counters.batches import BatchCounter
 from gradveil.attacks.matching.problem import Insight
-from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
 from gradveil.defenses.gradient.soteria import Soteria
 
 
-@attack("soteria-drop", against=(Soteria,), targets="any", version=2)
-class SoteriaDrop(SwiftCounter):
-    """Match all but the tensors with zeroed columns.
+@attack("soteria-drop", against=(Soteria,), targets="any", version=3)
+class SoteriaDrop(BatchCounter):
+    """Match all but the tensors with zeroed columns; in batches, read the first fully connected layer apart.
+
+    Single images and all networks: the match. Batches behind one gradient: the reading, where the first fully connected layer
+    meets a ReLU and is not protected itself, as with `layers=last` on networks with a hidden layer.
 
     Example: gradveil audit --defense soteria --attack soteria-drop
     """

@@ -27,11 +27,11 @@ from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
 from gradveil.attacks.layers import hooked, linear_layers
 from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
 from gradveil.attacks.matching.engine import solve
-from gradveil.attacks.matching.head import FeatureMatch, Head, cut_before
+from gradveil.attacks.matching.head import PREFIX, FeatureMatch, Head, cut_before
 from gradveil.attacks.matching.natural import Coordinates, Natural
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV, BoxPenalty
-from gradveil.attacks.matching.problem import Match, Problem, residual
+from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalSGD, optimizer
@@ -84,25 +84,24 @@ class FeatureInversion(Attack):
         return Cost(inversion // 3 + matching, self.starts)
 
     def run(self, target: Target) -> Answer:
-        victims = len(target.observations)
-        read = [layer_inputs(target.observations[i]) for i in Loop(victims)]
-        readings = {i: reading for i in range(victims) if (reading := read[i % len(read)]) is not None}
+        readings = read_each(target, layer_inputs)
         if not readings:
             raise UserError(f"attack '{self.name}' does not apply: {UNREADABLE}.")
         rows = list(readings)
-        answer = self._invert(target.subset(rows), list(readings.values()))
-        x, score = torch.full(target.shape, torch.nan), torch.full((victims,), torch.nan)
+        answer = self.invert(target.subset(rows), list(readings.values()))
+        x, score = torch.full(target.shape, torch.nan), torch.full(target.shape[:1], torch.nan)
         x[rows], score[rows] = answer.x, answer.score
         return Answer(x, score, iterations=answer.iterations)
 
-    def _invert(self, target: Target, readings: Sequence[LayerInputs]) -> Answer:
+    def invert(self, target: Target, readings: Sequence[LayerInputs], insight: Insight = NOTHING) -> Answer:
+        """The images of victims, each with one reading. Of the insight, the weights count."""
         count = target.shape[1]
         signals = [r.signals_at_inputs(o) for o, r in zip(target.observations, readings, strict=True)]
         features = torch.stack([_filled(r.inputs, count) for r in readings])
         head = cut_before(target, readings[0].layer, features, torch.stack([_filled(s, count, 0) for s in signals]))
         if head is None:  # the features are the images
             return Answer(features.view(target.shape), torch.tensor([r.error for r in readings]))
-        search = _Search(self, head)
+        search = _Search(self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}))
         inversion, matching = self._steps(target.workload)
         x, used = search.inverted(inversion), inversion
         if matching and search.is_determined:
@@ -116,11 +115,18 @@ class FeatureInversion(Attack):
 UNREADABLE = "the first fully connected layer does not give away its inputs"
 
 
+def read_each(target: Target, read: Callable[[Observation], LayerInputs | None]) -> dict[int, LayerInputs]:
+    """The readings of those victims whose update can be read."""
+    victims = len(target.observations)
+    readings = [read(target.observations[i]) for i in Loop(victims)]
+    return {i: reading for i in range(victims) if (reading := readings[i % len(readings)]) is not None}
+
+
 class _Search:
     """Images with the features of a head."""
 
-    def __init__(self, settings: FeatureInversion, head: Head):
-        self.settings, self.head = settings, head
+    def __init__(self, settings: FeatureInversion, head: Head, insight: Insight):
+        self.settings, self.head, self.insight = settings, head, insight
         self.coordinates = Coordinates.of(head.target)
 
     @property
@@ -152,14 +158,14 @@ class _Search:
         )
         restarts = len(x) // self.head.target.shape[0]
         match = Match(distance, priors, Adam(lr), steps, restarts=restarts, coordinates=coordinates)
-        return solve(Problem(self.head.target, match), start=x).x
+        return solve(Problem(self.head.target, match, self.insight), start=x).x
 
     def score(self, x: Tensor) -> Tensor:
         """How far images are from the features and from the gradients of the layers before, as a share of both."""
         low, high = self.head.target.pixel_range
         x = torch.minimum(torch.maximum(x, low), high)
         rows = Rows.of(self.head.target, len(x) // self.head.target.shape[0])
-        return residual(self.head.target, x) + FeatureMatch(self.head.features)(x, rows)
+        return residual(self.head.target, x, insight=self.insight) + FeatureMatch(self.head.features)(x, rows)
 
 
 class OpenMatch(FeatureMatch):

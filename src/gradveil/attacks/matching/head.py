@@ -18,7 +18,7 @@ from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Sighting
 from gradveil.core.types import Update
 
-_PREFIX = "inner."
+PREFIX = "inner."  # of the names of tensors in the reduced problem
 
 
 class _Reached(Exception):
@@ -104,10 +104,10 @@ def cut_before(target: Target, layer: str, features: Tensor, signals: Tensor) ->
     if not before:
         return None
     model.trainable = before
-    state = {f"{_PREFIX}{k}": v for k, v in target.state.items()}
+    state = {f"{PREFIX}{k}": v for k, v in target.state.items()}
     observations = []
     for o in target.observations:
-        sent = {f"{_PREFIX}{k}": v for k, v in o.update.tensors.items() if f"{_PREFIX}{k}" in before}
+        sent = {f"{PREFIX}{k}": v for k, v in o.update.tensors.items() if f"{PREFIX}{k}" in before}
         knowledge = replace(o.knowledge, training=LocalTraining(), batch_size=features.shape[1])
         seen = (Sighting(state, Update(sent, "gradient", features.shape[1])),)
         observations.append(replace(o, task=o.task.with_model(model), seen=seen, knowledge=knowledge))
@@ -116,7 +116,7 @@ def cut_before(target: Target, layer: str, features: Tensor, signals: Tensor) ->
 
 def _parameters_before(model: ModelFunction, target: Target) -> list[str]:
     """Parameters that the features depend on."""
-    state = {f"{_PREFIX}{k}": v for k, v in target.state.items()}
+    state = {f"{PREFIX}{k}": v for k, v in target.state.items()}
     parameters = {n: state[n].detach().requires_grad_() for n in model.trainable}
     with torch.enable_grad():
         probe = torch.rand((1, *target.task.input_shape), generator=torch.Generator().manual_seed(0))
