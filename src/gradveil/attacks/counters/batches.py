@@ -12,7 +12,7 @@ from gradveil.attacks.matching.features import FeatureInversion, read_each
 from gradveil.attacks.matching.swift import SwiftCounter
 from gradveil.core.observation import Observation
 
-READABLE = 0.25  # error of a reading up to which its inversion gets closer to the images than a search
+READABLE = 0.15  # error of a reading up to which its inversion gets closer to the images than a search
 
 
 class BatchCounter(SwiftCounter):

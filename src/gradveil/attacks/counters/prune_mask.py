@@ -17,8 +17,9 @@ from gradveil.attacks.matching.problem import Insight
 from gradveil.core.observation import Observation
 from gradveil.defenses.update.prune import Prune
 
-_ITERATIONS, _ASSUMED = 400, 150  # in all, and with the assumption that what was not sent is near zero
-_WEIGHT, _FADE = 0.1, 0.9  # of that assumption, at first, and its factor per iteration
+_ITERATIONS, _ASSUMED = 400, 100  # at most, and with the assumption that what was not sent is near zero
+_WEIGHT, _FADE = 0.1, 0.85  # of that assumption, at first, and its factor per iteration
+_FITTED = 1e-7  # share of the sent entries that is left when they are met as exactly as single precision has them
 
 
 @attack("prune-mask", against=(Prune,), targets="any", version=3)
@@ -54,11 +55,14 @@ def completed(sent: Tensor, rank: int) -> Tensor:
     """The matrix of a rank that has the entries of `sent` that are not zero, by alternating least squares."""
     mask = (sent != 0).to(sent)
     u, sizes, v = torch.linalg.svd(sent, full_matrices=False)
-    left, right = u[:, :rank] * sizes[:rank].sqrt(), v[:rank].T * sizes[:rank].sqrt()
+    left: Tensor = u[:, :rank] * sizes[:rank].sqrt()
+    right: Tensor = v[:rank].T * sizes[:rank].sqrt()
     for i in range(_ITERATIONS):
         weights = mask + (_WEIGHT * _FADE**i if i < _ASSUMED else 0) * (1 - mask)
         left = _fitted(sent, weights, right)
         right = _fitted(sent.T, weights.T, left)
+        if i >= _ASSUMED and (mask * (left @ right.T) - sent).norm() <= _FITTED * sent.norm():
+            break
     return left @ right.T
 
 
@@ -68,4 +72,5 @@ def _fitted(matrix: Tensor, weights: Tensor, factor: Tensor) -> Tensor:
     products = (factor[:, :, None] * factor[:, None]).flatten(1)
     moments = (weights @ products).unflatten(1, (rank, rank))
     ridge = 1e-10 * moments.diagonal(dim1=1, dim2=2).mean() + 1e-30
-    return torch.linalg.solve(moments + ridge * torch.eye(rank).to(moments), (weights * matrix) @ factor)
+    solution: Tensor = torch.linalg.solve(moments + ridge * torch.eye(rank).to(moments), (weights * matrix) @ factor)
+    return solution

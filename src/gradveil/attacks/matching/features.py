@@ -95,12 +95,10 @@ class FeatureInversion(Attack):
 
     def invert(self, target: Target, readings: Sequence[LayerInputs], insight: Insight = NOTHING) -> Answer:
         """The images of victims, each with one reading. Of the insight, the weights count."""
-        count = target.shape[1]
-        signals = [r.signals_at_inputs(o) for o, r in zip(target.observations, readings, strict=True)]
-        features = torch.stack([_filled(r.inputs, count) for r in readings])
-        head = cut_before(target, readings[0].layer, features, torch.stack([_filled(s, count, 0) for s in signals]))
+        head = head_at(target, readings)
         if head is None:  # the features are the images
-            return Answer(features.view(target.shape), torch.tensor([r.error for r in readings]))
+            images = torch.stack([_filled(r.inputs, target.shape[1]) for r in readings])
+            return Answer(images.view(target.shape), torch.tensor([r.error for r in readings]))
         search = _Search(self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}))
         inversion, matching = self._steps(target.workload)
         x, used = search.inverted(inversion), inversion
@@ -120,6 +118,14 @@ def read_each(target: Target, read: Callable[[Observation], LayerInputs | None])
     victims = len(target.observations)
     readings = [read(target.observations[i]) for i in Loop(victims)]
     return {i: reading for i in range(victims) if (reading := readings[i % len(readings)]) is not None}
+
+
+def head_at(target: Target, readings: Sequence[LayerInputs]) -> Head | None:
+    """The problem before the layer that was read; None where its inputs are the images."""
+    count, layer = target.shape[1], readings[0].layer
+    signals = [r.signals_at_inputs(o) for o, r in zip(target.observations, readings, strict=True)]
+    features = torch.stack([_filled(r.inputs, count) for r in readings])
+    return cut_before(target, layer, features, torch.stack([_filled(s, count, 0) for s in signals]))
 
 
 class _Search:

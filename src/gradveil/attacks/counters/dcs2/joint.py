@@ -1,4 +1,4 @@
-"""Against DCS²: the update is the gradient of two images, so two images are searched.
+"""Against DCS²: the update of one image is the gradient of two, so two images are searched.
 
 * `dcs2-joint` knows Eq. 10. Cross entropy is linear in its target, so λg·∇L(x_c, y_c) + (1 − λg)·∇L(x_c, y_s) is the
   gradient of x_c under the soft label λg·y_c + (1 − λg)·y_s: the update is, up to its size, the gradient of an ordinary
@@ -9,6 +9,7 @@
   3. The sensitive image alone is searched by its features there, without the concealed one.
   Where 1 fails (the update was changed further), both images are matched together, with a few guesses of their labels
   in one batch: y_s pulls the classifier's bias with 2 − λg, y_c with λg. The residual decides.
+  In batches, all images are read apart at the first fully connected layer, and the natural ones are kept (`batch.py`).
 * `dcs2-average-start` is the paper's attack (Table 4): Inverting Gradients from the class mean of public images.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.rgap import RGAP, Layer, back_through_linear, line, linear_tail
+from gradveil.attacks.counters.dcs2.batch import INVERSION, NATURAL, natural_images
 from gradveil.attacks.counters.dcs2.pair import Pair, separate
 from gradveil.attacks.generative.public_prior import class_means
 from gradveil.attacks.layers import classifier_gradients, linear_layers
@@ -37,14 +39,16 @@ from gradveil.core.observation import Observation
 from gradveil.defenses.gradient.dcs2 import DCS2
 
 APART = 1e-3  # error of the classifier's equations below which the two images are told apart
-NATURAL = 1e-3  # TV weight by which a natural image is told from a concealed one
 TOGETHER = Swift(adam_steps=0)
 LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
 @attack("dcs2-joint", against=(DCS2,), version=2)
 class DCS2Joint(Attack):
-    """Sensitive and concealed image told apart, or matched together.
+    """Sensitive and concealed images told apart, or matched together.
+
+    One gradient of a single image, of all networks whose classifier has a bias; or of a batch, where the first fully connected
+    layer meets a ReLU and gives away twice as many images as the batch has.
 
     Args: guesses: pairs of labels that are tried where the images are matched together.
     Example: gradveil audit --defense dcs2 --attack dcs2-joint
@@ -59,13 +63,15 @@ class DCS2Joint(Attack):
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.part(DCS2) is None:
             return "the defense is not dcs2"
-        if observation.knowledge.batch_size != 1 or observation.update.kind != "gradient":
-            return "it looks for one sensitive and one concealed image behind one gradient"
+        if observation.knowledge.batch_size > 1 or observation.update.kind != "gradient":
+            return INVERSION.applies(observation)
         if classifier_gradients(observation)[1] is None:
             return "the classifier has no bias to read labels from"
         return None
 
     def run(self, target: Target) -> Answer:
+        if target.knowledge.batch_size > 1:
+            return natural_images(target)
         pairs = [_separated(o) for o in target.observations]
         apart = [i for i, pair in enumerate(pairs) if pair.error < APART]
         other = [i for i in range(len(pairs)) if i not in apart]
