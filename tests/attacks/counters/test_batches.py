@@ -93,14 +93,14 @@ def test_for_which_batches_they_are_counters(observe_victims: Callable, shapes: 
     plain = nn.Sequential(nn.Conv2d(1, 4, 5, stride=2), nn.Sigmoid(), nn.Flatten(), nn.Linear(64, 3))
     common = {"data": shapes, "batch_size": 2, "victims": 1}
     (seen,), _ = observe_victims(**common, model=plain, defense="precode:k=4")
-    assert "no fully connected layer before the encoder" in str(parse("precode-signal").why_not(seen))
+    assert "no fully connected layer comes before the encoder" in str(parse("precode-signal").why_not(seen))
     assert "single images" in str(parse("precode-latent").why_not(seen))
     (seen,), _ = observe_victims(**common, model=plain, defense="dcs2:steps=1")
     with pytest.raises(UserError, match="does not give away its inputs"):
         parse("dcs2-joint")([seen], budget="quick")
     local = LocalTraining(epochs=2, lr=0.1)
     (seen,), _ = observe_victims(**common, model=pooled(), defense="dcs2:steps=1", training=local)
-    assert "weight differences" in str(parse("dcs2-joint").why_not(seen))
+    assert "behind one gradient" in str(parse("dcs2-joint").why_not(seen))
 
 
 def test_only_some_images_are_sensitive(observe_victims: Callable, shapes: DataSet, best_psnr: Quality) -> None:

@@ -10,8 +10,8 @@ from gradveil.defenses.update.clip import Clip
 class ClipAware(BatchCounter):
     """Closed forms, the inversion of features and `swift`, which no change of an update's size stops.
 
-    Single images and batches, all networks and all local training: `swift`, which begins with the closed forms. Batches behind
-    one gradient that can be read apart at the first fully connected layer: the inversion of features.
+    Single images and batches, all networks and all local training: `swift`, which begins with the closed forms. Batches
+    that can be read apart at the first fully connected layer: the inversion of features.
 
     Example: gradveil audit --defense clip:norm=0.5 --attack clip-aware
     """

@@ -55,11 +55,13 @@ class PrecodeSignal(SwiftCounter):
     """
 
     def applies(self, observation: Observation) -> str | None:
+        if observation.knowledge.batch_size == 1:
+            exact = observation.update.kind == "gradient"
+            return _no_bottleneck(observation) or (None if exact else "the encoder is exact for one gradient")
         if why := _no_bottleneck(observation) or INVERSION.applies(observation):
             return why
         hidden = not linear_layers(observation)[0].startswith(f"{bottleneck_path(observation)}.")
-        single = observation.knowledge.batch_size == 1
-        return None if hidden or single else "no fully connected layer before the encoder, which is exact for single images"
+        return None if hidden else "no fully connected layer comes before the encoder, which is exact for single images"
 
     def run(self, target: Target) -> Answer:
         if target.knowledge.batch_size > 1:
@@ -87,7 +89,7 @@ class PrecodeLatent(Attack):
 
     def applies(self, observation: Observation) -> str | None:
         single = observation.knowledge.batch_size == 1
-        return PrecodeSignal().applies(observation) if single else "the encoder's gradients are exact for single images"
+        return PrecodeSignal().applies(observation) if single else "the encoder is exact for single images"
 
     def run(self, target: Target) -> Answer:
         head = reduce_to_head(target, f"{bottleneck_path(target.first)}.encoder")

@@ -26,7 +26,7 @@ _FITTED = 1e-7  # share of the sent entries that is left when they are met as ex
 class PruneMask(BatchCounter):
     """Match only what was sent; in batches, complete the gradient of the first fully connected layer and read it apart.
 
-    Single images and all networks: the match. Batches behind one gradient whose first fully connected layer meets a ReLU: the
+    Single images and all networks: the match. Batches whose first fully connected layer meets a ReLU: the
     reading, as long as every unit has sent clearly more entries than there are images.
 
     Example: gradveil audit --defense prune:ratio=0.9 --attack prune-mask

@@ -17,7 +17,7 @@ from gradveil.defenses.gradient.soteria import Soteria
 class SoteriaDrop(BatchCounter):
     """Match all but the tensors with zeroed columns; in batches, read the first fully connected layer apart.
 
-    Single images and all networks: the match. Batches behind one gradient: the reading, where the first fully connected layer
+    Single images and all networks: the match. Batches: the reading, where the first fully connected layer
     meets a ReLU and is not protected itself, as with `layers=last` on networks with a hidden layer.
 
     Example: gradveil audit --defense soteria --attack soteria-drop

@@ -43,7 +43,7 @@ TOGETHER = Swift(adam_steps=0)
 LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
-@attack("dcs2-joint", against=(DCS2,), version=2)
+@attack("dcs2-joint", against=(DCS2,), version=3)
 class DCS2Joint(Attack):
     """Sensitive and concealed images told apart, or matched together.
 
@@ -63,7 +63,9 @@ class DCS2Joint(Attack):
     def applies(self, observation: Observation) -> str | None:
         if observation.knowledge.part(DCS2) is None:
             return "the defense is not dcs2"
-        if observation.knowledge.batch_size > 1 or observation.update.kind != "gradient":
+        if observation.update.kind != "gradient":
+            return "it looks for sensitive and concealed images behind one gradient"
+        if observation.knowledge.batch_size > 1:
             return INVERSION.applies(observation)
         if classifier_gradients(observation)[1] is None:
             return "the classifier has no bias to read labels from"
