@@ -1,0 +1,103 @@
+"""Batches read apart: undefended audits of fully connected and convolutional networks, several seeds each.
+
+    GRADVEIL_DATA=… python benchmarks/batches.py run
+    python benchmarks/batches.py write
+
+`run` does the audits that are not stored yet. `write` puts all stored ones into docs/results/batches.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from stored_parts import command_line
+
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
+from gradveil.storage.files import write_json
+
+EXACT = 60.0  # dB from which an image counts as read exactly
+AUDITS: dict[str, dict[str, object]] = {
+    f"smlp-{data}-{size}": {"data": data, "model": "smlp", "batch_size": size, "victims": 4, "attacks": ["linear"]}
+    for data in ("mnist-5k", "cifar10")
+    for size in (4, 8, 12, 32)
+}
+FLOWER: dict[str, object] = {"data": "cifar10", "model": "flower-cnn", "attacks": ["features"]}
+AUDITS |= {
+    "flower-cnn-1": {**FLOWER, "batch_size": 1, "victims": 16},
+    "flower-cnn-8": {**FLOWER, "batch_size": 8, "victims": 2, "defenses": ["clip", "soteria"]},
+    "flower-cnn-8-trained": {**FLOWER, **{"batch_size": 8, "victims": 2, "defenses": ["clip", "soteria"], "trained_epochs": 8}},
+    "flower-quickstart": {"preset": "flower-quickstart", "victims": 4, "defenses": ["none"], "attacks": ["features"]},
+}
+
+
+def run_one(settings: dict[str, object], seed: int) -> dict[str, Any]:
+    case = Case(make_spec({"defenses": ["none"], **settings, "seed": seed}))
+    with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
+        summary = run_audit(case, Execution(out=Path(folder) / "run", workers=0)).summary
+    rows = {}
+    for row in summary.defenses:
+        assert row.worst is not None and row.best is not None
+        quality: dict[int, list[float]] = {}
+        for image in row.worst.by_victim:
+            quality.setdefault(image.victim, []).append(image.psnr)
+        images = sum(map(len, quality.values()))
+        rows[row.spec] = {
+            "images": images,
+            "identified": round(row.worst.identified.rate * images),
+            "psnr": row.worst.psnr.mean,
+            "exact": sum(value >= EXACT for values in quality.values() for value in values),
+            "exact_batches": sum(min(values) >= EXACT for values in quality.values()),
+            "batches": len(quality),
+            "verdict": row.verdict,
+            "seconds": row.best.seconds,
+        }
+    return {"command": case.spec.command(), "seed": seed, "defenses": rows}
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    options.store.mkdir(parents=True, exist_ok=True)
+    for name in options.audits:
+        for seed in options.seeds:
+            file = options.store / f"{name}-{seed}.json"
+            if not file.exists():
+                write_json(file, {"audit": name, **run_one(AUDITS[name], seed)})
+                print(file.read_text(encoding="utf-8"), flush=True)
+
+
+def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
+    yield from ("# Batches read apart", "")
+    yield "Closed forms (`linear`) and inverted features (`features`), realistic adversary, quick budget. Exact: at least"
+    yield f"{EXACT:.0f} dB. Seconds are CPU seconds of the attack per batch, on one thread."
+    head = ("audit", "defense", "seeds", "exact images", "exact batches", "identified", "PSNR", "seconds per batch", "verdicts")
+    yield from ("", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
+    for name in AUDITS:
+        stored = [part for part in parts.values() if part["audit"] == name]
+        for defense in stored[0]["defenses"] if stored else ():
+            rows = [part["defenses"][defense] for part in stored]
+            images, batches = sum(r["images"] for r in rows), sum(r["batches"] for r in rows)
+            cells = [name, f"`{defense}`", ", ".join(str(part["seed"]) for part in stored)]
+            cells += [f"{sum(r['exact'] for r in rows)} of {images}", f"{sum(r['exact_batches'] for r in rows)} of {batches}"]
+            cells += [" + ".join(str(r["identified"]) for r in rows) + f" of {images}"]
+            cells += [f"{sum(r['psnr'] for r in rows) / len(rows):.1f} dB", f"{sum(r['seconds'] for r in rows) / batches:.1f}"]
+            yield f"| {' | '.join([*cells, ', '.join(sorted({r['verdict'] for r in rows}))])} |"
+    yield from ("", "The commands, for one seed each:", "", "```text")
+    yield from dict.fromkeys(str(part["command"]) for part in parts.values() if part["seed"] == 100)
+    yield "```"
+
+
+def add_options(running: argparse.ArgumentParser) -> None:
+    running.add_argument("--audits", nargs="+", choices=AUDITS, default=list(AUDITS))
+    running.add_argument("--seeds", nargs="+", type=int, default=[100, 101, 102])
+
+
+if __name__ == "__main__":
+    command_line(__doc__, run, page, "batches.md", add_options)
