@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from gradveil.attacks import parse
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.labels.rules import bias_rule, expected_rule, idlg, llg, minimum_rule, rehearsed_rule
+from gradveil.attacks.labels.targets import infer_targets
 from gradveil.attacks.layers import classifier_name
 from gradveil.attacks.unit_length import unit_length
+from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
+from gradveil.core.losses import find_loss
+from gradveil.core.observation import Sighting, Trace, observe
+from gradveil.core.randomness import generator
+from gradveil.core.task import Task
+from gradveil.core.types import Batch, Update
 from gradveil.data import load
 
 LEVEL = {1: 1.0, 8: 0.85, 32: 0.75}
@@ -173,3 +180,21 @@ def test_labels_on_a_trained_net(observe_victims: Callable) -> None:
     without = [share(infer_labels(o), t.original.y) for o, t in zip(hidden, truth, strict=True)]
     assert sum(told) / len(told) > 0.7
     assert sum(told) / len(told) > sum(without) / len(without) + 0.02
+
+
+@pytest.mark.parametrize(("size", "error"), [(1, 0.0), (8, 0.1), (32, 0.1)])
+def test_targets_of_a_batch_are_told_on_average(size: int, error: float) -> None:
+    rng = generator(size)
+    images = torch.rand(400, 1, 6, 6, generator=rng)
+    targets = torch.rand(400, 4, generator=rng) < torch.tensor([0.1, 0.5, 0.7, 0.9])
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 30), nn.ReLU(), nn.Linear(30, 4))
+    function = ModelFunction(model, find_loss("multi-label"))
+    task = Task(function, (1, 6, 6), 4, torch.zeros(1), torch.ones(1), has_classes=False)
+    batch, public = Batch(images[:size], targets[:size].float()), Batch(images[100:], 1 - targets[100:].float())
+    update = Update(function.gradient(function.state(), batch.x, batch.y), "gradient", size)
+    seen = observe(task, [Sighting(function.state(), update)], level="realistic", trace=Trace(batch, batch), public=public)
+    told = infer_targets(unit_length(seen))
+    assert told.shape == (size, 4)
+    assert (told.mean(0) - batch.y.mean(0)).abs().max() <= error  # although public targets are the opposite
+    hidden = dataclasses.replace(seen, seen=(Sighting(function.state(), dataclasses.replace(update, kind="delta")),))
+    assert torch.allclose(infer_targets(unit_length(hidden))[0], public.y.mean(0))

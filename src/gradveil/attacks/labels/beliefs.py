@@ -1,0 +1,33 @@
+"""What the model gives out for images that the adversary has."""
+
+import torch
+from torch import Tensor
+
+from gradveil.core.observation import Observation
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
+
+
+def public_images(observation: Observation) -> Batch | None:
+    """Public images of the right shape, at most 512."""
+    public = observation.knowledge.public
+    fits = public is not None and public.x.shape[1:] == torch.Size(observation.task.input_shape)
+    return public[torch.arange(min(512, len(public)))] if public is not None and fits else None
+
+
+def outputs(observation: Observation) -> Tensor:
+    """The model's outputs (images × outputs), of public images where there are any, else of noise."""
+    public, rng = public_images(observation), generator("belief")
+    if public is not None:
+        x = observation.task.normalize(public.x)
+    else:
+        x = torch.randn((128, *observation.task.input_shape), generator=rng)
+    with torch.no_grad():
+        given_out: Tensor = observation.model(observation.state, x, observation.model.draw_noise(len(x), rng))
+    return given_out
+
+
+def size_is_true(observation: Observation) -> bool:
+    """Whether the gradient has the size that was computed: it is one, and was not clipped."""
+    clip = observation.knowledge.clip_norm
+    return observation.update.kind == "gradient" and (clip is None or clip >= 1.01)  # the update has length 1
