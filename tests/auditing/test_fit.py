@@ -101,6 +101,16 @@ def test_the_steps_that_fit_are_an_attack_of_the_audit(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("known_times")
+def test_a_shorter_inversion_of_features_comes_before_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fit, "applies", lambda self, attack: attack in ("swift", "features"))
+    monkeypatch.setitem(SECONDS, "features", 60.0)
+    fitted = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 40) / (1 - RESERVE))
+    (short,) = [a for a in fitted.case.spec.attacks if str(a).startswith("features:steps=")]
+    assert set(fitted.case.spec.without) == {"prune-mask", "swift", "features"}
+    assert "in place of features" in fitted.note and short in {cell.attack for cell in make_plan(fitted.case)}
+
+
+@pytest.mark.usefixtures("known_times")
 def test_what_was_chosen_is_a_setting_and_is_said() -> None:
     fitted = fit(case(budget="quick"), 1, 1, time.monotonic() + (START + 56) / (1 - RESERVE))
     chosen, text = fitted.case, fitted.note

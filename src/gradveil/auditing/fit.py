@@ -3,8 +3,8 @@
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
 among its first nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
 `swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed forms and the
-inversion of features, which are fast) and attacks that were named stay. Where none of these applies to the control, as many
-steps of `ig` as fit take the place of `swift`. The accuracy is measured
+inversion of features, which are fast) and attacks that were named stay. If that is still too long, as many steps as fit of one
+search take the place of all others: of `features` where it applies to the control, else of `ig`. The accuracy is measured
 after all where what was left out later makes room for it.
 """
 
@@ -27,8 +27,8 @@ RESERVE = 0.25  # share of the time that is kept for what takes longer than expe
 START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
-SWIFT = "swift"
-LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000  # of what replaces it; with enough, the accuracy comes first
+SWIFT, FEATURES = "swift", "features"
+LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000  # of what replaces them; with enough, the accuracy comes first
 CHOSEN = ("attacks", "victims", "budget", "without")  # settings of an audit
 
 
@@ -39,7 +39,7 @@ class Settings:
     victims: int
     without: frozenset[str] = frozenset()
     utility: bool = True
-    steps: int = 0  # of `ig`, in place of `swift`
+    steps: int = 0  # iterations of a short search, in place of longer ones
 
 
 class Fit:
@@ -62,13 +62,23 @@ class Fit:
         return START + wall_seconds(kept, seconds, self.workers) + settings.steps * self._seconds_per_step(settings)
 
     def _seconds_per_step(self, settings: Settings) -> float:
-        """On the clock: of one iteration of a first-order attack under every defense."""
+        """On the clock: of one iteration of the short search under every defense."""
         share, total = settings.victims / self.case.spec.victims, 0.0
         for cell in self.cells:
-            if cell.attack == SWIFT and self.times[cell.key].reason is None:
+            if cell.attack == self.shortened and self.times[cell.key].reason is None:
                 cost = cost_of(self.case, cell)
-                total += self.times[cell.key].for_share(share) / max(1, cost.iterations * cost.rows)
+                rows = cost.rows if self.shortened == SWIFT else 1  # `ig` has one, `features` as many as before
+                total += self.times[cell.key].for_share(share) / max(1, cost.iterations * rows)
         return total * self.slowness / self.workers
+
+    @property
+    def shortened(self) -> str:
+        """The attack of the suite in whose place a shorter search comes."""
+        return FEATURES if self.applies(FEATURES) else SWIFT
+
+    def short_search(self, steps: int) -> str:
+        """A step of the inversion of features takes a third of an iteration, see its `cost`."""
+        return f"features:steps={3 * steps},matching=0" if self.shortened == FEATURES else f"ig:steps={steps}"
 
     @staticmethod
     def _kept(cell: Cell, settings: Settings) -> bool:
@@ -122,9 +132,10 @@ class Fit:
                 settings = replace(settings, without=settings.without | {change})
         if self.seconds(settings) <= limit:
             return settings
-        shorter = replace(settings, without=settings.without | {SWIFT})
+        shorter = replace(settings, without=settings.without | set(self.attacks(lambda name: name in (SWIFT, self.shortened))))
         least = self.seconds(replace(shorter, steps=LEAST_STEPS))
-        if SWIFT in last or not self.attacks(lambda name: name == SWIFT) or not self._seconds_per_step(shorter):
+        replaced = self.shortened in shorter.without and (self.shortened == FEATURES or SWIFT not in last)
+        if not replaced or not self._seconds_per_step(shorter):
             return self.seconds(settings)
         if least > limit:
             return least
@@ -165,14 +176,14 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
     kept = [text for text in sorted(chosen.without) if text not in asked.without]
     changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}
     if chosen.steps:
-        changes["attacks"] = (*asked.attacks, f"ig:steps={chosen.steps}")
+        changes["attacks"] = (*asked.attacks, tried.short_search(chosen.steps))
     cost = sum(tried.times[cell.key].seconds for cell in tried.cells if cell.kind == "utility")
     left_out = {} if chosen.utility else {"utility": cost}
     left = [*kept, *(f"the accuracy ({clock_text(seconds)} of one core)" for seconds in left_out.values())]
     left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
     victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
     text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "
-    text += f"ig with {plural(chosen.steps, 'step')} in place of {SWIFT}; " if chosen.steps else ""
+    text += f"{tried.short_search(chosen.steps)} in place of {tried.shortened}; " if chosen.steps else ""
     text += f"expected to take {clock_text(tried.seconds(chosen))}"
     same = case.spec.model_copy(update=changes) == case.spec
     return Fitted(case if same else Case(case.spec.model_copy(update=changes)), text, left_out)

@@ -23,8 +23,8 @@ def outputs(observation: Observation) -> Tensor:
     else:
         x = torch.randn((128, *observation.task.input_shape), generator=rng)
     with torch.no_grad():
-        given_out: Tensor = observation.model(observation.state, x, observation.model.draw_noise(len(x), rng))
-    return given_out
+        result: Tensor = observation.model(observation.state, x, observation.model.draw_noise(len(x), rng))
+    return result
 
 
 def size_is_true(observation: Observation) -> bool:

@@ -43,8 +43,8 @@ def infer_targets(observation: Observation) -> Tensor:
 def mean_targets(observation: Observation, signal: Tensor | None) -> Tensor:
     """By the signal at the last bias where its size is the true one, else those of public images, else halfway."""
     knowledge, public = observation.knowledge, public_images(observation)
-    known = public.y.float() if public is not None and public.y.ndim == 2 else torch.tensor([[0.0], [1.0]])
-    usual = known.mean(0).expand(observation.task.num_outputs)
+    examples = public.y.float() if public is not None and public.y.ndim == 2 else torch.tensor([[0.0], [1.0]])
+    usual = examples.mean(0).expand(observation.task.num_outputs)
     if signal is None or not size_is_true(observation):
         return usual
     believed = outputs(observation).double().requires_grad_()
@@ -58,7 +58,7 @@ def mean_targets(observation: Observation, signal: Tensor | None) -> Tensor:
     noise = knowledge.noise.std * knowledge.norm if knowledge.noise else 0.0
     told = (at_zero - signal.double() * knowledge.norm) / (at_zero - at_one)
     clear = told.isfinite() & ((at_zero - at_one).abs() > 4 * noise)
-    return torch.where(clear, told.clamp(known.min(), known.max()).float(), usual)
+    return torch.where(clear, told.clamp(examples.min(), examples.max()).float(), usual)
 
 
 def _solve(observation: Observation, output: Tensor, signal: Tensor) -> Tensor | None:
