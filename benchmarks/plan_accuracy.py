@@ -38,8 +38,8 @@ SUITE: dict[str, dict[str, object]] = {
     "cost": {"attacks": ["rgap"], "victims": 4, "defenses": ["gaussian:std=0.1"], "utility": {"rounds": 10}},
     "standard": {"budget": "standard", "victims": 2, "defenses": ["clip"]},
 }
-# One victim, as a whole audit of a preset takes an hour or more; on the ResNet even one search of the suite takes long.
-SEARCHES = {"medical-resnet": ["ig:steps=100"]}
+# One victim, as a whole audit of a preset takes an hour or more; on the ResNets even one search of the suite takes long.
+SEARCHES = {name: ["ig:steps=100"] for name in ("medical-resnet", "chest-labels")}
 AUDITS = {
     **SUITE,
     **{
