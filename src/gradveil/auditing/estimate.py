@@ -22,7 +22,7 @@ from gradveil.core.types import Tensors
 from gradveil.storage.run_folder import Outcome, StoredCell
 
 AT_ONCE = 0.1  # CPU seconds of one iteration on so many victims as are tried; on others their time is extrapolated
-SHORT = 5.0  # expected CPU seconds of a cell that is worth a second try
+SHORT = 5.0  # CPU seconds of a try that is worth a second one
 PATIENCE = 15.0  # CPU seconds after which an attack is not tried on a second defense
 
 
@@ -50,15 +50,16 @@ class Estimate:
         self._factor, self._small = case.spec.victims / victims, _with_copies(case, victims)
         self._store = _Memory()
         self._times: dict[str, CellTime] = {}
-        self._warm: set[str] = set()
+        self._warm: set[tuple[str, str]] = set()
 
     def cell(self, cell: Cell) -> CellTime:
         if cell.key not in self._times:
-            time = self._like(cell) or self._try(cell)
-            if cell.kind not in self._warm and time.seconds < SHORT:  # the first one of a kind warms up
-                time = self._try(cell)
-            self._warm.add(cell.kind)
-            self._times[cell.key] = time
+            begun, kind = time.process_time(), (cell.kind, cell.attack)
+            expected = self._like(cell) or self._try(cell)
+            if kind not in self._warm and time.process_time() - begun < SHORT:  # the first one of a kind warms up
+                expected = self._try(cell)
+            self._warm.add(kind)
+            self._times[cell.key] = expected
         return self._times[cell.key]
 
     def _like(self, cell: Cell) -> CellTime | None:

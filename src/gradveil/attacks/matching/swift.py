@@ -108,11 +108,8 @@ class Swift(Attack):
 
     def _expected(self, target: Target, insight: Insight, best: Answer) -> Answer:
         """The stages that most victims take. A search that is cut short never converges: its residual only tells whether
-        it would come close."""
-        rows = _above(best, self.exact)
-        close, far = ([i for i in rows if bool(best.score[i] < FAR) == near] for near in (True, False))
-        if close and self.cycles:
-            _merge(best, close, _cycle(target.subset(close), insight.subset(close), best.x[close]))
+        it would come close, and then some end before their last step and others take a cycle more."""
+        far = [i for i in _above(best, self.exact) if best.score[i] >= FAR]
         if far and self.adam_steps:
             _merge(best, far, self._signed(target.subset(far, "adam"), insight.subset(far)))
         return best
