@@ -187,10 +187,11 @@ class OnceOnly(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-def test_without_second_derivatives_the_attack_fails_in_one_line(shapes):
+def test_a_function_that_is_differentiable_once_is_attacked_as_far_as_torch_can(shapes):
+    """Torch leaves out the part of the second derivative that is missing, and says nothing; the rest leads to images."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3), Apply())
     row = gv.audit(shapes, model, "none", "ig:steps=2", victims=1, quiet=True).summary.defenses[0].attacks[0]
-    assert row.status == "failed" and row.error and "\n" not in row.error
+    assert row.status == "ok" and row.error is None and row.scored == 1
 
 
 class Apply(nn.Module):

@@ -129,9 +129,10 @@ class ModelFunction:
             penalty()  # taken out, so that the module keeps nothing of the images
         return output
 
-    def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None) -> Tensor:
+    def _forward(self, state: Tensors, x: Tensor, noise: Tensors | None, *, keep_buffers: bool = True) -> Tensor:
         tensors = {**state, **(noise or {})}
-        tensors |= {n: tensors[n].clone() for n in self._buffers if n in tensors}  # a forward pass may change them in place
+        if keep_buffers:  # a forward pass may change them in place
+            tensors |= {n: tensors[n].clone() for n in self._buffers if n in tensors}
         dtype = torch.double if self._is_double else x.dtype
         output: Tensor = functional_call(self.module, tensors, (x if x.dtype == dtype else x.to(dtype),))
         return output if dtype == x.dtype else output.to(x.dtype)
@@ -141,8 +142,8 @@ class ModelFunction:
         with plain_kernels():
             return self._loss(state, x, y, noise)
 
-    def _loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None) -> Tensor:
-        value = self.loss_fn(self._forward(state, x, noise), y)
+    def _loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None, *, keep_buffers: bool = True) -> Tensor:
+        value = self.loss_fn(self._forward(state, x, noise, keep_buffers=keep_buffers), y)
         for penalty in self._penalties:
             value = value + penalty()
         return value
@@ -152,15 +153,29 @@ class ModelFunction:
         return gradient
 
     def gradient(
-        self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False
+        self,
+        state: Tensors,
+        x: Tensor,
+        y: Tensor,
+        noise: Tensors | None = None,
+        *,
+        differentiable: bool = False,
+        keep_buffers: bool = True,
     ) -> Tensors:
-        """The gradient of one batch, as an undefended client computes it; detached, or differentiable in `x` and `state`."""
+        """The gradient of one batch, as an undefended client computes it; detached, or differentiable in `x` and `state`.
+
+        Without `keep_buffers` the forward pass changes the buffers of the state, such as counters, as it does in training.
+        """
         leaves = {
             k: v if differentiable and v.requires_grad else v.detach().requires_grad_()
             for k, v in self.parameters(state).items()
         }
         with torch.enable_grad(), nullcontext() if differentiable else first_derivative():
-            value = (self.loss if differentiable else self._loss)({**state, **leaves}, x, y, noise)
+            tensors = {**state, **leaves}
+            if differentiable:
+                value = self.loss(tensors, x, y, noise)
+            else:
+                value = self._loss(tensors, x, y, noise, keep_buffers=keep_buffers)
             gradient = torch.autograd.grad(
                 value, list(leaves.values()), create_graph=differentiable, allow_unused=True, materialize_grads=True
             )

@@ -76,7 +76,8 @@ class Step:
     def gradient(self, batch: Batch, noise: Tensors | None = None) -> Tensors:
         """The plain gradient of a batch at the current weights."""
         inputs = self.task.normalize(batch.x)
-        return self.model.gradient(self.state, inputs, batch.y, self.noise if noise is None else noise)
+        noise = self.noise if noise is None else noise
+        return self.model.gradient(self.state, inputs, batch.y, noise, keep_buffers=False)
 
 
 class Defense:
