@@ -151,7 +151,7 @@ class _Reader:
         zeros, idle, turn = 0, 0, 0
         while best.error > self.converged and idle < _PATIENCE and turn < _ROUNDS:
             fresh = [self._descend(self._starts(candidates))]
-            if turn and rank <= _FEW:
+            if turn and 1 < rank <= _FEW:
                 fresh.append(self._kernels())
             candidates = self._completed(self._sparsest(torch.cat([candidates, *fresh])))
             best = min(best, self._refined(candidates), key=lambda solution: solution.error)
