@@ -222,7 +222,9 @@ def test_a_gradient_that_would_point_away_is_projected(monkeypatch: pytest.Monke
     plain = flat(gradient(c, batch.x, batch.y))
     true = c.task.model.gradient
 
-    def reverse(state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False) -> Tensors:
+    def reverse(
+        state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None, *, differentiable: bool = False, **_: bool
+    ) -> Tensors:
         if differentiable:  # while samples are crafted
             return true(state, x, y, noise, differentiable=True)
         sign = 1 if torch.equal(x, normal(batch.x)) else -3
