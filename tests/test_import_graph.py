@@ -21,7 +21,7 @@ ROOT = "gradveil"
 # From the lowest to the highest. A module imports from packages in lower rows, and from its own package.
 ORDER = (
     ("core",),
-    ("storage", "processes"),
+    ("storage", "processes", "certification"),
     ("data", "models", "metrics"),
     ("defenses",),
     ("client",),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradveil.protection import flower
     from gradveil.protection.audited import Protection
     from gradveil.protection.loop import protect
+    from gradveil.protection.promise import certify
     from gradveil.report.audit_report import Report
 
 _HOME = {
@@ -40,6 +41,7 @@ _HOME = {
     "attack": "gradveil.attacks.registry",
     "attack_update": "gradveil.auditing.captured",
     "audit": "gradveil.api",
+    "certify": "gradveil.protection.promise",
     "compare": "gradveil.api",
     "defense": "gradveil.defenses.registry",
     "flower": "gradveil.protection.flower",
@@ -61,6 +63,7 @@ __all__ = [
     "attack",
     "attack_update",
     "audit",
+    "certify",
     "compare",
     "defense",
     "flower",

@@ -96,6 +96,8 @@ def first_error(error: pydantic.ValidationError) -> str:
     """The first thing that does not fit, as one line."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "settings"
+    if first["type"] == "missing":
+        return f"{place} is missing."
     return f"{place}={shown(first['input'])}: {first['msg'].removeprefix('Value error, ').lower()}."
 
 
