@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradveil.core.errors import shown
+from gradveil.core.errors import UserError, shown
 from gradveil.core.local_training import LocalTraining, MiniBatch, moved_statistics
 from gradveil.core.observation import Trace
 from gradveil.core.randomness import Stream, generator
@@ -24,9 +24,21 @@ def prepare_client(defense: Defense, training: LocalTraining, setup: Setup, draw
 
     All draws come from `draws`; without them, from the setup's seed, which an audit repeats and an attacker could guess.
     """
+    check_sampling(defense, training, setup.task)
     draws = draws or partial(generator, setup.seed)
     setup.rng = draws("prepare")
     return Client(setup.task, defense, training, defense.prepare(setup), draws)
+
+
+def check_sampling(defense: Defense, training: LocalTraining, task: Task) -> None:
+    """Under Poisson sampling, refuse what cannot act on a batch of any size, none included."""
+    if training.sampling != "poisson":
+        return
+    if task.model.couples_images:
+        raise UserError("BatchNorm in training mode couples the images of a batch; it cannot be trained on Poisson samples.")
+    for part in defense.parts:
+        if {"batch", "gradient"}.intersection(part.stages) and not part.takes_empty:
+            raise UserError(f"'{part.name}' needs images in every batch; a Poisson sample may have none.")
 
 
 def _detached(returned: object) -> Tensors:
@@ -63,8 +75,13 @@ class Client:
         fed: list[Batch] = []
 
         def gradient(parameters: Tensors, part: MiniBatch) -> Tensors:
-            step = self._step({**buffers, **parameters}, protected[part], rng, secrets)
-            step.batch = self.defense.batch(protected[part], step)
+            drawn = protected[part]
+            step = self._step({**buffers, **parameters}, drawn, rng, secrets)
+            step.expected = training.expected_size(len(batch))
+            if not len(drawn):
+                fed.append(drawn)
+                return self.defense.gradient({name: torch.zeros_like(p) for name, p in parameters.items()}, step)
+            step.batch = self.defense.batch(drawn, step)
             step.noise = model.draw_noise(len(step.batch), rng)
             secrets.update(step.noise)
             fed.append(step.batch)
@@ -72,6 +89,8 @@ class Client:
                 with model.batch_moments() as moments:
                     plain = step.gradient(step.batch)
                 buffers.update(moved_statistics(buffers, moments))
+                if step.expected:
+                    plain = {name: g * (len(drawn) / step.expected) for name, g in plain.items()}
                 return self.defense.gradient(plain, step)
 
         steps = training.steps(len(batch), self.draws("order", *key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -55,10 +56,10 @@ def residual(momentum: float | None = 0.1) -> nn.Module:
         return Residual(momentum).double()
 
 
-def client_for(module: nn.Module, training: LocalTraining, batch: Batch) -> tuple[Client, Tensors]:
+def client_for(module: nn.Module, training: LocalTraining, batch: Batch, defense: str = "none") -> tuple[Client, Tensors]:
     function = ModelFunction(module, mode=training.mode)
     task, state = Task(function, (3, 8, 8), 5, torch.full((3,), 0.5), torch.full((3,), 0.25)), function.state()
-    return prepare_client(parse("none"), training, Setup(task, state, batch)), state
+    return prepare_client(parse(defense), training, Setup(task, state, batch)), state
 
 
 def cosine_and_ratio(one: Tensors, other: Tensors) -> tuple[float, float]:
@@ -154,6 +155,70 @@ def test_later_epochs_have_orders_that_no_one_else_knows() -> None:
     assert not torch.equal(first, other)
     assert not torch.equal(first[:32], first[32:])
     assert training.steps(32) == replace(training, shuffle=False).steps(32, generator(0))
+
+
+def within(count: float, draws: int, rate: float) -> bool:
+    """Within 4.5 standard deviations of a binomial distribution."""
+    return abs(count - draws * rate) <= 4.5 * (draws * rate * (1 - rate)) ** 0.5
+
+
+def test_poisson_samples_hold_every_image_by_itself() -> None:
+    images, size, epochs = 40, 8, 1500
+    training = LocalTraining(epochs=epochs, batch_size=size, lr=0.1, sampling="poisson")
+    steps = training.steps(images, generator(100))
+    assert len(steps) == training.number_of_steps(images) == epochs * 5
+    held = torch.zeros(len(steps), images)
+    for row, (part,) in zip(held, steps, strict=True):
+        assert isinstance(part, Tensor) and len(part.unique()) == len(part)
+        row[part] = 1
+    count, rate = len(steps), size / images
+    assert within(float(held.sum()), count * images, rate)
+    assert all(within(float(n), count, rate) for n in held.sum(dim=0))  # no image more often than others
+    assert all(within(float(n), count, rate**2) for n in (held[:, 0:1] * held[:, 1:]).sum(dim=0))  # nor with another
+    assert all(within(float((held[:-1, i] * held[1:, i]).sum()), count - 1, rate**2) for i in range(5))  # nor in a row
+    sizes = held.sum(dim=1)
+    assert float(sizes.var()) == pytest.approx(images * rate * (1 - rate), rel=0.1)
+    for k in (4, 8, 12):
+        chance = math.comb(images, k) * rate**k * (1 - rate) ** (images - k)
+        assert within(float((sizes == k).sum()), count, chance)
+
+
+def test_poisson_samples_may_be_empty_and_every_rate_is_kept() -> None:
+    training = LocalTraining(epochs=1000, batch_size=1, lr=0.1, sampling="poisson")
+    sizes = torch.tensor([len(part) for (part,) in training.steps(3, generator(101))])  # type: ignore[arg-type]
+    assert within(float((sizes == 0).sum()), 3000, (2 / 3) ** 3)
+    whole = LocalTraining(batch_size=50, lr=0.1, sampling="poisson")
+    assert [len(part) for (part,) in whole.steps(3, generator(0))] == [3]  # type: ignore[arg-type]
+    assert (training.expected_size(3), whole.expected_size(3), LocalTraining().expected_size(3)) == (1, 3, None)
+
+
+def test_a_poisson_round_is_the_loop_that_divides_by_the_expected_size(batch: Batch) -> None:
+    training = LocalTraining(epochs=3, batch_size=2, lr=0.5, mode="eval", sampling="poisson")
+    module, batch = residual(), Batch(batch.x.double(), batch.y)
+    client, state = client_for(module, training, batch)
+    update, _ = client.round(state, batch, 7)
+    steps = training.steps(IMAGES, client.draws("order", 7))
+    assert any(len(part) == 0 for (part,) in steps) and any(len(part) > 2 for (part,) in steps)  # type: ignore[arg-type]
+    moving = copy.deepcopy(module).eval()
+    optimizer = torch.optim.SGD(moving.parameters(), lr=0.5)
+    for (part,) in steps:
+        optimizer.zero_grad()
+        x = (batch.x[part] - 0.5) / 0.25
+        (nn.functional.cross_entropy(moving(x), batch.y[part], reduction="sum") / 2).backward()
+        optimizer.step()
+    for name, value in moving.named_parameters():
+        assert torch.allclose(update.tensors[name], value.detach() - state[name], atol=1e-10), name
+
+
+def test_poisson_sampling_is_refused_where_it_means_nothing(batch: Batch) -> None:
+    for fields in ({}, {"lr": 0.1}):
+        with pytest.raises(UserError, match="set a learning rate and a batch size"):
+            LocalTraining(sampling="poisson", **fields)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="BatchNorm in training mode couples"):
+        client_for(residual(), LocalTraining(batch_size=2, lr=0.1, sampling="poisson"), batch)
+    training = LocalTraining(batch_size=2, lr=0.1, sampling="poisson", mode="eval")
+    with pytest.raises(UserError, match="'mixup' needs images in every batch"):
+        client_for(residual(), training, batch, "mixup")
 
 
 @pytest.mark.parametrize("wrong", [{"epochs": 0}, {"batch_size": 0}, {"lr": 0.0}, {"accumulate": 0}])

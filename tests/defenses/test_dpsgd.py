@@ -117,6 +117,22 @@ def test_every_local_step_is_private():
     assert len(trace.secrets["clipped"]) == 6
 
 
+def test_a_poisson_sample_gets_the_noise_of_its_expected_size_and_an_empty_one_too():
+    training = LocalTraining(epochs=200, batch_size=1, lr=1.0, sampling="poisson")
+    loud, batch = setup("dpsgd:noise=2,clip=0.3", training=training)
+    state = loud.task.model.state()
+    sizes = [len(part) for (part,) in training.steps(6, loud.draws("order", 0))]
+    assert 0 in sizes and max(sizes) > 2
+    spread = norm(loud.round(state, batch, 0)[0].tensors)
+    values = sum(p.numel() for p in loud.task.model.parameters(state).values())
+    # 1,200 steps, each with noise of 2 · 0.3 / 1 on every entry, whatever the number of images in it.
+    assert spread == pytest.approx(0.6 * math.sqrt(1200 * values), rel=0.2)
+    quiet, _ = setup("dpsgd:noise=0,clip=0.001", training=training)
+    update, trace = quiet.round(state, batch, 0)
+    assert len(trace.secrets["clipped"]) == sum(sizes)
+    assert 0 < norm(update.tensors) <= 0.001 * sum(sizes) + 1e-6  # a sum over images divided by 1, not by their number
+
+
 def rdp_epsilon(noise: float, delta: float, rounds: int) -> float:
     """The Gaussian mechanism composed without subsampling, in closed form, at its best order."""
     order = np.arange(1.01, 400, 0.01)

@@ -48,6 +48,23 @@ def test_quiet_says_nothing_and_the_default_folder_is_the_commands_own(tmp_path:
     assert len(list(Path("runs").glob("train-*/history.json"))) == 2
 
 
+def test_clients_can_draw_poisson_samples(tmp_path: Path) -> None:
+    defense = "--defense dpsgd:noise=0.5 --batch-size 8"
+    run(f"{SMALL} {defense} --sampling poisson --out {tmp_path / 'poisson'}")
+    run(f"{SMALL} {defense} --out {tmp_path / 'shuffled'}")
+    records = [json.loads((tmp_path / name / "history.json").read_text()) for name in ("poisson", "shuffled")]
+    assert [record["configuration"]["sampling"] for record in records] == ["poisson", "shuffled"]
+    assert records[0]["events"] == [] and records[0]["loss"] != records[1]["loss"]
+    for wrong, message in (
+        ("--fedsgd", "FedSGD sends one gradient per round"),
+        ("--model resnet18", "BatchNorm in training mode"),
+        ("--defense soteria", "'soteria' needs images in every batch"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(f"{SMALL} --sampling poisson {wrong} --out {tmp_path / 'wrong'}")
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for wrong in (

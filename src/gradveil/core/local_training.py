@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import Stream
 from gradveil.core.settings import choose, settings
-from gradveil.core.types import Kind, Mode, Tensors
+from gradveil.core.types import BatchSampling, Kind, Mode, Tensors
 
 MiniBatch = slice | Tensor  # which images of the client: a mini-batch
 LocalGradient = Callable[[Tensors, MiniBatch], Tensors]  # of the parameters on a mini-batch
@@ -108,8 +108,10 @@ def optimizer(text: str) -> LocalOptimizer:
 class LocalTraining:
     """One gradient (no `lr`), or epochs of mini-batches with an optimiser; then the weight difference is sent.
 
-    The first epoch takes the images in the order in which they come, each further one in a new random order. The optimiser
-    begins anew in every round. Dropout and BatchNorm do what they do in this mode.
+    The first epoch takes the images in the order in which they come, each further one in a new random order. With Poisson
+    sampling, every mini-batch holds each image with probability batch size / images, independently of all others; its
+    gradients are divided by the batch size, whatever the number of images in it. The optimiser begins anew in every round.
+    Dropout and BatchNorm do what they do in this mode.
     """
 
     epochs: int = Field(default=1, ge=1, description="Passes over the images.")
@@ -118,6 +120,7 @@ class LocalTraining:
     optimizer: str = Field(default="sgd", description="sgd:momentum=0.9, adam, adamw:weight_decay=0.01")
     mode: Mode = Field(default="train", description="train or eval: what dropout and BatchNorm do.")
     shuffle: bool = Field(default=True, description="A new order of the images in each epoch.")
+    sampling: BatchSampling = Field(default="shuffled", description="poisson: each mini-batch draws each image by itself.")
     accumulate: int = Field(default=1, ge=1, description="Mini-batches whose mean gradient makes one step.")
     frozen: tuple[str, ...] = Field(default=(), description="Parameters that are not trained, such as features.*")
     sends_statistics: bool = Field(default=False, description="BatchNorm's running statistics are sent too.")
@@ -126,6 +129,8 @@ class LocalTraining:
         optimizer(self.optimizer)  # refuses one that there is not
         if self.lr is None and (self.epochs, self.batch_size, self.accumulate, self.optimizer) != (1, None, 1, "sgd"):
             raise UserError("local training needs a learning rate; without one a client sends a single gradient.")
+        if self.sampling == "poisson" and (self.lr is None or self.batch_size is None):
+            raise UserError("Poisson sampling draws mini-batches of local training; set a learning rate and a batch size.")
 
     @property
     def kind(self) -> Kind:
@@ -139,7 +144,10 @@ class LocalTraining:
         """The mini-batches of each step of a round. Without `rng` no epoch has a new order: an adversary does not know it."""
         size = images if self.lr is None else self.batch_size or images
         parts: list[MiniBatch] = []
-        for epoch in range(self.epochs):
+        if self.sampling == "poisson" and rng is not None:
+            draws = (rng.uniform((images,), torch.float64) for _ in range(self.number_of_mini_batches(images)))
+            parts += [(draw < size / images).nonzero().squeeze(1) for draw in draws]
+        for epoch in range(0 if parts else self.epochs):
             places = [slice(i, min(i + size, images)) for i in range(0, images, size)]
             if epoch and self.shuffle and rng is not None and size < images:
                 order = rng.permutation(images)
@@ -147,6 +155,10 @@ class LocalTraining:
             else:
                 parts += places
         return [parts[i : i + self.accumulate] for i in range(0, len(parts), self.accumulate)]
+
+    def expected_size(self, images: int) -> int | None:
+        """By what the gradients of a mini-batch are divided under Poisson sampling; None: by the number of its images."""
+        return min(self.batch_size or images, images) if self.sampling == "poisson" else None
 
     def number_of_mini_batches(self, images: int) -> int:
         """How often a gradient is computed in a round. Counted without a list, which others could make long."""
@@ -182,9 +194,9 @@ class LocalTraining:
         if self.lr is None:
             return f"one gradient per update, model in {self.mode} mode"
         passes = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
-        size = min(self.batch_size or images, images)
+        size, drawn = min(self.batch_size or images, images), "Poisson " if self.sampling == "poisson" else ""
         return (
-            f"weight differences after {passes} of mini-batches of {size} with {self.optimizer} at learning rate "
+            f"weight differences after {passes} of {drawn}mini-batches of {size} with {self.optimizer} at learning rate "
             f"{self.lr:g}, model in {self.mode} mode"
         )
 

@@ -13,6 +13,7 @@ Shape = tuple[int, int, int]  # channels, height, width
 Level = Literal["realistic", "paper", "upper-bound"]
 Kind = Literal["gradient", "delta"]
 Mode = Literal["train", "eval"]
+BatchSampling = Literal["shuffled", "poisson"]  # how a client draws the mini-batches of its local training
 
 
 _WIDER = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64}

@@ -59,6 +59,7 @@ class Step:
     noise: Tensors = field(default_factory=dict)  # the draw of a random model for this batch
     secrets: Tensors = field(default_factory=dict)  # what a defense drew; realistic adversaries never see it
     before: Callable[[Batch], Batch] | None = None  # the data stages of earlier defenses of a combination
+    expected: int | None = None  # images of a Poisson sample on average, by which its gradients are divided
 
     @property
     def model(self) -> ModelFunction:
@@ -92,6 +93,7 @@ class Defense:
     # which attacks the project accepts as counters is declared by these attacks (`against`).
     counters: Sequence[str] = ()
     random: bool = False  # whether two updates of one batch differ
+    takes_empty: ClassVar[bool] = False  # whether its batch and gradient stages act on a batch without images
 
     def prepare(self, setup: Setup) -> Any:
         return None

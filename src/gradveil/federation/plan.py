@@ -10,7 +10,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalTraining, optimizer
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
-from gradveil.core.types import Mode
+from gradveil.core.types import BatchSampling, Mode
 from gradveil.federation.schedules import schedule
 
 EngineName = Literal["inline", "flower"]
@@ -42,6 +42,7 @@ class FederationPlan(SGDPlan):
     accumulate: int = Field(default=1, ge=1, description="Mini-batches per step of the optimizer.")
     mode: Mode = Field(default="train", description="What dropout and BatchNorm do on clients: train or eval.")
     frozen: tuple[str, ...] = Field(default=(), description="Parameters that are not trained, such as 'features.*'; repeat.")
+    sampling: BatchSampling = Field(default="shuffled", description="poisson: each mini-batch draws each image by itself.")
     schedule: str = Field(default="constant", description="exponential:gamma=X or step:every=N.")
     fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
     defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
@@ -56,10 +57,11 @@ class FederationPlan(SGDPlan):
             raise UserError(f"defended={text}: write all, or how many of the {self.clients} clients.")
         if self.sampled is not None and self.sampled > self.clients:
             raise UserError(f"sampled={self.sampled} asks for more clients than there are ({self.clients}).")
-        if self.fedsgd and (self.local_epochs, self.optimizer, self.accumulate) != (1, "sgd", 1):
+        if self.fedsgd and (self.local_epochs, self.optimizer, self.accumulate, self.sampling) != (1, "sgd", 1, "shuffled"):
             raise UserError("FedSGD sends one gradient per round, so there is no local training to set.")
         schedule(self.schedule)  # refuses one that there is not
         optimizer(self.optimizer)
+        self.local_training(0)
 
     @property
     def num_defended(self) -> int:
@@ -82,6 +84,7 @@ class FederationPlan(SGDPlan):
             lr=self.learning_rate(round),
             optimizer=text,
             accumulate=self.accumulate,
+            sampling=self.sampling,
         )
 
     def chosen(self, round: int) -> list[int]:

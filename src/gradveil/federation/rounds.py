@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.client import Client, prepare_client
+from gradveil.client import Client, check_sampling, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
 from gradveil.core.local_training import freeze
@@ -61,6 +61,7 @@ class Federation:
             logging.getLogger("gradveil").info("BatchNorm's statistics leave each client beside its update, unprotected")
         self.task = data.task(ModelFunction(self.module, loss))  # as the server evaluates it
         self.training_task = data.task(ModelFunction(self.module, loss, plan.mode))  # as clients train it
+        check_sampling(self.defense, plan.local_training(0), self.training_task)
         self.state = self.task.model.state()
         total = plan.clients * plan.images_per_client if plan.images_per_client else len(data.private)
         if total > len(data.private):

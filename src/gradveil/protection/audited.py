@@ -256,6 +256,8 @@ class Audited:
             different.append(f"{plural(images, 'image')}, not {protection.images} or more")
         if optimizer(training.optimizer) != optimizer(audited.optimizer):
             different.append(f"optimizer {training.optimizer}, not {audited.optimizer}")
+        if training.sampling != audited.sampling:
+            different.append(f"{training.sampling} mini-batches, not {audited.sampling} ones")
         if training.mode != audited.mode:
             different.append(f"model in {training.mode} mode, not {audited.mode}")
         self.refuse(different)

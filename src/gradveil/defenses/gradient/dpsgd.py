@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -37,6 +38,8 @@ class DpSgd(Defense):
     Example:
         >>> gv.protect(model, "dpsgd:clip=0.5,noise=1.1", data=(x, y))
     """
+
+    takes_empty: ClassVar[bool] = True
 
     clip: float = Field(default=1.0, gt=0)
     noise: float | None = Field(default=None, ge=0)
@@ -80,8 +83,9 @@ class DpSgd(Defense):
             factors.append((self.clip / squares.sqrt().clamp_min(1e-12)).clamp_max(1.0))
             for name, g in gradients.items():
                 total[name] += torch.einsum("n,n...->...", factors[-1].to(g), g)
-        step.remember(clipped=torch.cat([f.float() for f in factors]))
-        count, std = len(step.batch), self.std(len(step.batch))
+        step.remember(clipped=torch.cat([f.float() for f in factors] or [torch.zeros(0)]))
+        count = step.expected or len(step.batch)  # the number in a Poisson sample would tell who is in it
+        std = self.std(count)
         return {name: step.rng.added_normal(g / count, std) for name, g in total.items()}
 
 
