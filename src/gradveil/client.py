@@ -64,6 +64,11 @@ class Client:
         step = self._step(state, batch, self.draws("data", *key))
         return self.defense.data(batch, step), step.secrets
 
+    def fed(self, state: Tensors, batch: Batch, *key: int | str) -> Batch:
+        """What enters the network in place of `batch`: after the data stage and the batch stage."""
+        protected, _ = self.protect(state, batch, *key)
+        return self.defense.batch(protected, self._step(state, protected, self.draws("fed", *key)))
+
     def round(self, state: Tensors, batch: Batch, *key: int | str, protected: Batch | None = None) -> tuple[Update, Trace]:
         """One round on `batch`. `key` names the draw (victim, repetition); `protected` is the batch after the data stage."""
         secrets: Tensors = {}

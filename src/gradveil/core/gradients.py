@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.kernels import first_derivative, plain_kernels
 from gradveil.core.local_training import LocalTraining, MiniBatch, Moments
-from gradveil.core.randomness import Stream
+from gradveil.core.randomness import Stream, torch_stream
 from gradveil.core.types import Mode, Tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -104,6 +104,29 @@ class ModelFunction:
                 vars(part)[name] = 0.0
         return duplicate
 
+    def restricted_to(self, names: list[str]) -> "ModelFunction":
+        """The same function; its gradients are of these parameters alone."""
+        duplicate = copy.copy(self)
+        duplicate.trainable, duplicate._routes = names, {}
+        return duplicate
+
+    def uncoupled(self, state: Tensors, x: Tensor) -> tuple["ModelFunction", Tensors]:
+        """The function and state with BatchNorm at the statistics of `x`: an image no longer depends on those beside it."""
+        if not self.couples_images:
+            return self, state
+        with self.batch_moments() as moments, torch.no_grad():
+            self(state, x, self.draw_noise(len(x), torch_stream(0)))
+        duplicate, state = copy.copy(self), dict(state)
+        duplicate.module, duplicate._routes = copy.deepcopy(self.module), {}
+        duplicate._penalties = _penalties(duplicate.module) if self._penalties else []
+        for moment in moments:
+            layer = duplicate.module.get_submodule(moment.path.removesuffix("."))
+            for name, values in (("running_mean", moment.mean), ("running_var", moment.variance)):
+                setattr(layer, name, values)
+                state[f"{moment.path}{name}"] = values
+            layer.eval()
+        return duplicate, state
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> Tensors:
@@ -146,6 +169,15 @@ class ModelFunction:
         value = self.loss_fn(self._forward(state, x, noise, keep_buffers=keep_buffers), y)
         for penalty in self._penalties:
             value = value + penalty()
+        return value
+
+    def summed_loss(self, state: Tensors, x: Tensor, y: Tensor, noise: Tensors | None = None) -> Tensor:
+        """The losses of single images, added up."""
+        with plain_kernels():
+            outputs = self._forward(state, x, noise)
+            value = vmap(lambda output, target: self.loss_fn(output[None], target[None]))(outputs, y).sum()
+            for penalty in self._penalties:
+                value = value + len(x) * penalty()
         return value
 
     def _one(self, parameters: Tensors, fixed: Tensors, x: Tensor, y: Tensor, noise: Tensors) -> Tensors:
