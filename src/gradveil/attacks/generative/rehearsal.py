@@ -65,7 +65,7 @@ def copy_of_client(target: Target, public: Batch | None, defense: Defense | None
     grey = Batch(torch.full((1, *target.task.input_shape), 0.5), torch.zeros(1).long())
     private = public if public is not None and len(public) else grey
     seed = generator("rehearsal", "client").initial_seed() % 2**31
-    setup = Setup(target.task, target.state, private, public, seed)
+    setup = Setup(target.task, target.state, private, public, seed, target.cache)
     return prepare_client(defense or defense_of(target.knowledge), target.training, setup)
 
 

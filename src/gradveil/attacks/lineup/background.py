@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,17 @@ class Seen:
     candidates: Tensor  # blocks × m
 
 
+class Whitened(NamedTuple):
+    """Candidates g under one covariance K."""
+
+    products: Tensor  # P × m: with public gradients
+    coordinates: Tensor
+    squares: Tensor  # m: g K⁻¹ g
+
+    def picked(self, index: Tensor) -> Whitened:
+        return Whitened(self.products[:, index], self.coordinates[:, index], self.squares[index])
+
+
 class Whitening:
     """The covariance K of the others, with a ridge and a variance of noise, and products a K⁻¹ b."""
 
@@ -75,11 +87,19 @@ class Whitening:
 
     def weigh(self, products: Tensor) -> Tensor:
         """Products per block, with the diagonal part of K⁻¹ between them."""
-        return torch.tensordot(1 / self.diagonal, products, dims=1)
+        weighed: Tensor = torch.tensordot(1 / self.diagonal, products, dims=1)
+        return weighed
 
     def coordinates(self, products: Tensor) -> Tensor:
         """P × n products with public gradients, so changed that a K⁻¹ b = ab − coordinates(a) · coordinates(b)."""
-        return torch.linalg.solve_triangular(self.root, self._basis(products), upper=False)
+        solution: Tensor = torch.linalg.solve_triangular(self.root, self._basis(products), upper=False)
+        return solution
+
+    def of(self, cross: Tensor, squares: Tensor) -> Whitened:
+        """Candidates by their products with public gradients (blocks × P × m), and their squares (blocks × m)."""
+        products = self.weigh(cross)
+        coordinates = self.coordinates(products)
+        return Whitened(products, coordinates, self.weigh(squares) - coordinates.square().sum(0))
 
     def _basis(self, products: Tensor) -> Tensor:
         """Products with public gradients as those with deviations from class means, and of class means from their mean."""
@@ -99,20 +119,15 @@ class Filter:
     ridge: float
     free: bool
 
-    def scores(
-        self, whitening: Whitening, cross: Tensor, squares: Tensor, seen: Seen, counts: Tensor, prepared: Tensor | None = None
-    ) -> Tensor:
-        """m scores. `cross`: blocks × P × m, `squares`: blocks × m; `counts`: labels of the others."""
-        crossed = whitening.weigh(cross)
-        own = whitening.coordinates(crossed) if prepared is None else prepared
-        mean = whitening.background.mean(counts)
-        toward = whitening.gram @ mean
-        update, others = whitening.coordinates(torch.stack([whitening.weigh(seen.public), toward], 1)).T
-        by_update = whitening.weigh(seen.candidates) - own.T @ update
-        by_others = mean @ crossed - own.T @ others
-        square = whitening.weigh(squares) - own.square().sum(0)
+    def scores(self, whitening: Whitening, candidates: Whitened, seen: Seen, counts: Tensor) -> Tensor:
+        """m scores. `counts`: images per class, without the candidate."""
+        mean, coordinates = whitening.background.mean(counts), candidates.coordinates
+        public, toward = whitening.weigh(seen.public), whitening.gram @ mean
+        update, others = whitening.coordinates(torch.stack([public, toward], 1)).unbind(1)
+        by_update: Tensor = whitening.weigh(seen.candidates) - coordinates.T @ update
+        by_others = mean @ candidates.products - coordinates.T @ others
         if not self.free:
-            return by_update - by_others - square / 2
-        both = by_update + mean @ whitening.weigh(seen.public) - update @ others
-        length = square + 2 * by_others + mean @ toward - others @ others
+            return by_update - by_others - candidates.squares / 2
+        both: Tensor = by_update + mean @ public - update @ others
+        length = candidates.squares + 2 * by_others + mean @ toward - others @ others
         return both * both.abs() / length.clamp_min(1e-300) / 2

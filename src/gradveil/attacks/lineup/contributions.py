@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ class SingleGradients:
         kept = torch.randperm(sum(sizes), generator=generator("entries"))[:ENTRIES].sort().values
         # Entries of one group of tensors each, numbered within the concatenation of all.
         bounds = torch.tensor([0, *sizes]).cumsum(0)[torch.linspace(0, len(sizes), min(GROUPS, len(sizes)) + 1).long()]
-        self.kept = [kept[(kept >= low) & (kept < high)] for low, high in zip(bounds, bounds[1:], strict=False)]
+        self.kept = [kept[(kept >= low) & (kept < high)] for low, high in pairwise(bounds)]
 
     def of(self, images: Batch, rng: TorchStream) -> Contributions:
         """Those of images in [0, 1] with their labels."""

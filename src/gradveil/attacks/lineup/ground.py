@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.attacks.labels.beliefs import size_is_true
 from gradveil.attacks.lineup.background import Background, Filter, Seen, Whitening
 from gradveil.attacks.lineup.contributions import Contributions, Dense, SingleGradients
-from gradveil.attacks.lineup.span import Span
+from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.client import Client
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
@@ -72,7 +72,7 @@ class Ground:
         self.batch_size = observation.knowledge.batch_size
         self.classes = self.task.num_outputs if self.task.has_classes else 1
         self.has_size = size_is_true(observation)  # the size of the update is that of the gradients
-        self.reading: Reading = Filter(USUAL, free=not self.has_size)
+        self.reading: Reading = Filter(USUAL, free=True)
         self.masks = False  # zeros are entries that were not sent
         self._use(state)
 
@@ -131,7 +131,7 @@ class Ground:
         if isinstance(self.reading, Span):
             block = faces.contributions.blocks[self.reading.block]
             assert isinstance(block, Dense)
-            return self.reading.scores(sent.blocks[self.reading.block], block)
+            return self.reading.scores(Directions.of(sent.blocks[self.reading.block], self.batch_size), block)
         background, labels = self.background, faces.labels
         if self.masks:
             kept = [part.flatten().nonzero().flatten() for part in sent.blocks]
@@ -146,8 +146,8 @@ class Ground:
         for label in labels.unique():
             rows, others = labels == label, sent.others(int(label))
             whitening = self.whitening(self.reading, background, others, sent)
-            seen = Seen(public, along[:, rows])
-            scores[rows] = self.reading.scores(whitening, cross[:, :, rows], faces.squares[:, rows], seen, others)
+            candidates = whitening.of(cross[:, :, rows], faces.squares[:, rows])
+            scores[rows] = self.reading.scores(whitening, candidates, Seen(public, along[:, rows]), others)
         return scores
 
     def whitening(self, reading: Filter, background: Background, others: Tensor, sent: Sent) -> Whitening:

@@ -14,23 +14,23 @@ from torch import Tensor
 
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
-from gradveil.attacks.lineup.background import Filter, Seen
+from gradveil.attacks.lineup.background import Filter, Seen, Whitening
 from gradveil.attacks.lineup.contributions import Contributions, Dense
 from gradveil.attacks.lineup.ground import Ground, Reading, Sent
-from gradveil.attacks.lineup.span import Span
+from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.client import Client
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, Tensors
-from gradveil.defenses.update.none import NoDefense
+from gradveil.core.types import Batch, Tensors, Update
 
-RIDGES = (1e-2, 1e-1, 1.0, 10.0, 100.0)
+RIDGES = (1e-3, 1e-1, 10.0)
 CUTS = (1e-6, 1e-4, 1e-2)  # see `Span`
-HELD_OUT = 600  # public images of the rehearsal, at most; a third of all
+HELD_OUT = 400  # public images of the rehearsal, at most; a third of all
 FEW = 64  # public images below which there is no rehearsal
 RIVALS = 5  # images of a class that a member is compared with, at the least
-ALLOWANCE = 4e9  # work of all rounds, and four times that for the encoding of candidates; about a nanosecond each
+ALLOWANCE = 1e10  # work of all rounds, and of the encoding of all images; about a nanosecond each
+LEAST = 4  # rounds
 ZEROS = 0.05  # share of further zeros in defended updates from which zeros count as not sent
 CANDIDATES = 1001  # of a usual line-up
 
@@ -60,31 +60,26 @@ def prepare(observation: Observation, state: Tensors, public: Batch | None, size
     held_out = min(HELD_OUT, len(public) // 3) if len(public) >= FEW else 0
     target = Target([observation], torch.zeros(1, observation.knowledge.batch_size), generator("line-up"))
     client = copy_of_client(target, public)
+    cost = cost_of_round(client, observation.state, public[:1])
     changes = bool({"data", "batch"} & set(client.defense.stages))
-    costs = (size + CANDIDATES) * cost_of_round(client, observation.state, public[:1]) if changes else 0.0
-    encoder = client if changes and costs <= 4 * ALLOWANCE else None
+    encoder = client if changes and cost * (size + CANDIDATES) <= ALLOWANCE else None
     ground = Ground(observation, state, public[held_out:][:size], encoder)
-    if held_out:
-        batch = public[: ground.batch_size]
-        if rounds * cost_of_round(client, observation.state, batch) > ALLOWANCE:
-            client = copy_of_client(target, public, NoDefense())
+    rounds = min(rounds, int(ALLOWANCE / cost / ground.batch_size))
+    if held_out and rounds >= LEAST:
         _choose(ground, client, public[:held_out], rounds)
+    else:
+        ground.masks = _zeros(observation.update) > _natural_zeros(ground, public) + ZEROS
     return ground
 
 
 def _choose(ground: Ground, client: Client, held_out: Batch, rounds: int) -> None:
     images, observed = ground.contributions(held_out), list(_rounds(ground, client, held_out, rounds))
-    plain = ground.task.model.gradient(
-        ground.observation.state, ground.task.normalize(held_out.x[: ground.batch_size]), held_out.y[: ground.batch_size]
-    )
     if observed:
-        zeros = min(_zeros(o.update.tensors.values()) for o, _ in observed)
-        ground.masks = zeros > _zeros(plain.values()) + ZEROS
+        ground.masks = min(_zeros(o.update) for o, _ in observed) > _natural_zeros(ground, held_out) + ZEROS
     rehearsed = [r for o, rows in observed if (r := _rehearsed(ground, images, held_out, o, rows)) is not None]
-    if not rehearsed or ground.masks:  # a covariance per mask would take long
-        return
-    ways = _filters(ground, images, rehearsed) + _spans(images, rehearsed)
-    _, ground.reading = max(ways, key=lambda way: way[0])
+    if rehearsed and not ground.masks:  # a covariance per mask would take long
+        ways = _filters(ground, images, rehearsed) + _spans(ground, images, rehearsed)
+        _, ground.reading = max(ways, key=lambda way: way[0])
 
 
 def _rounds(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Iterable[tuple[Observation, Tensor]]:
@@ -116,29 +111,33 @@ def _filters(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearse
     assert background is not None
     cross, squares = background.public.dot(images), images.squares()
     average = background.sizes / background.sizes.sum() * (ground.batch_size - 1)
-    for way in [Filter(ridge, free) for free in ([False, True] if ground.has_size else [True]) for ridge in RIDGES]:
-        whitening = ground.whitening(way, background, average, rehearsed[0].sent)
-        coordinates, values = whitening.coordinates(whitening.weigh(cross)), []
-        for sent, seen, label, member, rivals in rehearsed:
-            others = sent.others(label)
-            scores = way.scores(whitening, cross, squares, seen, others, coordinates)
-            values.append(scores[torch.cat([member, rivals])])
-        ways.append((_success(values), way))
+    for ridge in RIDGES:
+        whitening: Whitening | None = None
+        for way in [Filter(ridge, free) for free in ([False, True] if ground.has_size else [True])]:
+            if whitening is None or rehearsed[0].sent.noise:  # which counts as less or more where the size is free
+                whitening = ground.whitening(way, background, average, rehearsed[0].sent)
+                candidates = whitening.of(cross, squares)
+            values = []
+            for sent, seen, label, member, rivals in rehearsed:
+                rows = torch.cat([member, rivals])
+                picked = Seen(seen.public, seen.candidates[:, rows])
+                values.append(way.scores(whitening, candidates.picked(rows), picked, sent.others(label)))
+            ways.append((_success(values), way))
     return ways
 
 
-def _spans(images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, Reading]]:
+def _spans(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, Reading]]:
     """The success of the span of every fully connected layer."""
     ways = list[tuple[float, Reading]]()
     for place, block in enumerate(images.blocks):
-        if not isinstance(block, Dense):
-            continue
-        for way in (Span(place, cut) for cut in CUTS):
-            values = []
+        if isinstance(block, Dense):
+            values: dict[Span, list[Tensor]] = {Span(place, cut): [] for cut in CUTS}
             for one in rehearsed:
+                directions = Directions.of(one.sent.blocks[place], ground.batch_size)
                 rows = torch.cat([one.member, one.rivals])
-                values.append(way.scores(one.sent.blocks[place], Dense(block.inputs[rows], block.signals[rows])))
-            ways.append((_success(values), way))
+                for way, scores in values.items():
+                    scores.append(way.scores(directions, Dense(block.inputs[rows], block.signals[rows])))
+            ways += [(_success(scores), way) for way, scores in values.items()]
     return ways
 
 
@@ -151,6 +150,14 @@ def _success(values: Sequence[Tensor]) -> float:
     return float(torch.special.ndtr(margins).pow(CANDIDATES - 1).mean() + 1e-6 * margins.clamp(-1e3, 1e3).mean())
 
 
-def _zeros(tensors: Iterable[Tensor]) -> float:
-    flat = torch.cat([t.flatten() for t in tensors])
+def _zeros(update: Update) -> float:
+    """The share of zeros."""
+    flat = torch.cat([t.flatten() for t in update.tensors.values()])
     return float((flat == 0).double().mean())
+
+
+def _natural_zeros(ground: Ground, images: Batch) -> float:
+    """The share of zeros in the plain gradient of a batch."""
+    batch, task = images[: ground.batch_size], ground.task
+    noise = task.model.draw_noise(len(batch), generator("line-up"))
+    return _zeros(Update(task.model.gradient(ground.observation.state, task.normalize(batch.x), batch.y, noise)))
