@@ -108,6 +108,7 @@ def files_of(module: str, shared: set[Path]) -> set[Path]:
 
 def covered() -> dict[str, tuple[int, set[Path]]]:
     """Version and files of every attack, defense and metric, and of the protocol."""
+    from gradveil.attacks import lineup
     from gradveil.attacks import registry as attacks
     from gradveil.auditing import case
     from gradveil.defenses import registry as defenses
@@ -119,6 +120,7 @@ def covered() -> dict[str, tuple[int, set[Path]]]:
     versions = {name: (cls.version, cls.__module__) for name, cls in methods.items()}
     versions |= {f"metric {m.name}": (m.version, m.measure.__module__) for m in registered()}
     versions["direct look"] = (direct_look.VERSION, direct_look.__name__)
+    versions["line-up"] = (lineup.VERSION, "gradveil.attacks.lineup.line_up")
     own_files = {name: (version, files_of(module, shared | others)) for name, (version, module) in versions.items()}
     return {"protocol": (case.PROTOCOL, shared), **dict(sorted(own_files.items()))}
 

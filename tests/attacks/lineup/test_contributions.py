@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.lineup.background import Background, Filter, Seen, Whitening
-from gradveil.attacks.lineup.contributions import Contributions, Dense, SingleGradients
+from gradveil.attacks.lineup.contributions import Contributions, LayerBlock, SingleGradients
+from gradveil.attacks.lineup.others import Filter, OtherImages, Seen, Whitening
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
@@ -48,7 +48,7 @@ def prepared(count: int = 7) -> tuple[Task, Tensors, SingleGradients, Batch, Con
 def test_inner_products_are_those_of_the_gradients() -> None:
     task, state, gradients, images, contributions = prepared()
     rows = written_out(task, state, images)
-    assert sum(isinstance(block, Dense) for block in contributions.blocks) == 2
+    assert sum(isinstance(block, LayerBlock) for block in contributions.blocks) == 2
     assert torch.allclose(contributions.dot(contributions).sum(0), rows @ rows.T, rtol=1e-4, atol=1e-7)
     assert torch.allclose(contributions.squares().sum(0), rows.square().sum(1), rtol=1e-4)
     sent = task.model.gradient(state, images.x[:3], images.y[:3])
@@ -95,7 +95,7 @@ def test_batchnorm_takes_the_statistics_of_other_images() -> None:
 def test_the_filter_is_the_likelihood_under_the_covariance_written_out(noise: float, free: bool) -> None:
     task, state, gradients, candidates, contributions = prepared()
     public, counts = batch(30, 9), torch.tensor([2.0, 0.0, 1.0], dtype=torch.double)
-    background = Background(gradients.of(public, generator(0)), public.y, 3)
+    background = OtherImages(gradients.of(public, generator(0)), public.y, 3)
     sent = task.model.gradient(state, *(t[[0, 1, 2, 4]] for t in (candidates.x, candidates.y)))
     blocks = gradients.split({name: 4 * t for name, t in sent.items()})
     whitening = Whitening(background, counts, 0.1, noise)

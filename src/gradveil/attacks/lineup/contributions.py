@@ -25,7 +25,7 @@ CHUNK = 2**25  # numbers of single gradients in memory at a time
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlainBlock:
     """Gradients as rows of numbers."""
 
     rows: Tensor  # n × entries
@@ -35,7 +35,7 @@ class Rows:
         return self.rows.shape[1]
 
     def dot(self, other: Block) -> Tensor:
-        assert isinstance(other, Rows)
+        assert isinstance(other, PlainBlock)
         return self.rows @ other.rows.T
 
     def squares(self) -> Tensor:
@@ -45,17 +45,17 @@ class Rows:
         return self.rows @ sent.to(self.rows)
 
     def scaled(self, factors: Tensor) -> Block:
-        return Rows(self.rows * factors[:, None])
+        return PlainBlock(self.rows * factors[:, None])
 
     def picked(self, index: Tensor) -> Block:
-        return Rows(self.rows[index])
+        return PlainBlock(self.rows[index])
 
     def restricted(self, kept: Tensor) -> Block:
-        return Rows(self.rows[:, kept])
+        return PlainBlock(self.rows[:, kept])
 
 
 @dataclass(frozen=True)
-class Dense:
+class LayerBlock:
     """Gradients of a fully connected layer. Where it has a bias, a 1 stands behind each input."""
 
     inputs: Tensor  # n × width
@@ -66,7 +66,7 @@ class Dense:
         return self.inputs.shape[1] * self.signals.shape[1]
 
     def dot(self, other: Block) -> Tensor:
-        assert isinstance(other, Dense)
+        assert isinstance(other, LayerBlock)
         return (self.inputs @ other.inputs.T) * (self.signals @ other.signals.T)
 
     def squares(self) -> Tensor:
@@ -79,14 +79,14 @@ class Dense:
         return replace(self, signals=self.signals * factors[:, None])
 
     def picked(self, index: Tensor) -> Block:
-        return Dense(self.inputs[index], self.signals[index])
+        return LayerBlock(self.inputs[index], self.signals[index])
 
     def restricted(self, kept: Tensor) -> Block:
         row, column = kept // self.inputs.shape[1], kept % self.inputs.shape[1]
-        return Rows(self.signals[:, row] * self.inputs[:, column])
+        return PlainBlock(self.signals[:, row] * self.inputs[:, column])
 
 
-Block = Rows | Dense
+Block = PlainBlock | LayerBlock
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ class SingleGradients:
                 gradients = self.rest.gradients(self.state, x[:, None], y[:, None], draws)
             flat = torch.cat([g.flatten(1) for g in gradients.values()], 1)
             squares = squares + flat.square().sum(1)
-            blocks += [Rows(flat[:, kept]) for kept in self.kept]
+            blocks += [PlainBlock(flat[:, kept]) for kept in self.kept]
         if self.clip is None:
             return blocks
         factors = (self.clip / squares.sqrt().clamp_min(1e-12)).clamp_max(1.0)
         return [block.scaled(factors) for block in blocks]
 
-    def _dense(self, x: Tensor, y: Tensor, noise: Tensors) -> dict[str, Dense]:
+    def _dense(self, x: Tensor, y: Tensor, noise: Tensors) -> dict[str, LayerBlock]:
         """One forward and one backward pass: inputs of the layers, and the gradients of each image's loss at their outputs."""
         inputs: dict[str, list[Tensor]] = {path: [] for path in self.dense}
         outputs: dict[str, list[Tensor]] = {path: [] for path in self.dense}
@@ -192,7 +192,7 @@ class SingleGradients:
             (entered,) = inputs[path]
             if f"{path}.bias" in self.model.trainable:
                 entered = torch.cat([entered, torch.ones_like(entered[:, :1])], 1)
-            blocks[path] = Dense(entered, signal)
+            blocks[path] = LayerBlock(entered, signal)
         return blocks
 
     def _is_plain(self, path: str, x: Tensor) -> bool:
@@ -211,7 +211,7 @@ class SingleGradients:
 
 
 def _joined(parts: Sequence[Block]) -> Block:
-    if isinstance(parts[0], Rows):
-        return Rows(torch.cat([part.rows for part in parts if isinstance(part, Rows)]))
-    dense = [part for part in parts if isinstance(part, Dense)]
-    return Dense(torch.cat([part.inputs for part in dense]), torch.cat([part.signals for part in dense]))
+    if isinstance(parts[0], PlainBlock):
+        return PlainBlock(torch.cat([part.rows for part in parts if isinstance(part, PlainBlock)]))
+    dense = [part for part in parts if isinstance(part, LayerBlock)]
+    return LayerBlock(torch.cat([part.inputs for part in dense]), torch.cat([part.signals for part in dense]))

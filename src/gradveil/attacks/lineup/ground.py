@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.attacks.labels.beliefs import size_is_true
-from gradveil.attacks.lineup.background import Background, Filter, Seen, Whitening
-from gradveil.attacks.lineup.contributions import Contributions, Dense, SingleGradients
+from gradveil.attacks.lineup.contributions import Contributions, LayerBlock, SingleGradients
+from gradveil.attacks.lineup.others import Filter, OtherImages, Seen, Whitening
 from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.client import Client
 from gradveil.core.observation import Observation
@@ -21,7 +21,7 @@ from gradveil.core.types import Batch, Tensors
 USUAL = 1e-2  # ridge, unless a rehearsal chose another
 COMPANIONS = 8, 64  # images whose statistics BatchNorm takes: as many as in a batch, within these limits
 
-Reading = Filter | Span
+WayToCompare = Filter | Span
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Ground:
         self.batch_size = observation.knowledge.batch_size
         self.classes = self.task.num_outputs if self.task.has_classes else 1
         self.has_size = size_is_true(observation)  # the size of the update is that of the gradients
-        self.reading: Reading = Filter(USUAL, free=True)
+        self.reading: WayToCompare = Filter(USUAL, free=True)
         self.masks = False  # zeros are entries that were not sent
         self._use(state)
 
@@ -80,9 +80,9 @@ class Ground:
         grey = torch.rand(COMPANIONS[0], *self.task.input_shape, generator=generator("line-up"))
         companions = grey if self.public is None else self.public.x[: min(max(COMPANIONS[0], self.batch_size), COMPANIONS[1])]
         self.gradients = SingleGradients(self.task, state, self.task.normalize(companions), self._clip)
-        self.background: Background | None = None
+        self.background: OtherImages | None = None
         if self.public is not None:
-            self.background = Background(self.contributions(self.public), self.labels(self.public), self.classes)
+            self.background = OtherImages(self.contributions(self.public), self.labels(self.public), self.classes)
 
     def at(self, state: Tensors) -> Ground:
         """The same at another state."""
@@ -130,16 +130,16 @@ class Ground:
         """One score per candidate; the highest fits best."""
         if isinstance(self.reading, Span):
             block = faces.contributions.blocks[self.reading.block]
-            assert isinstance(block, Dense)
+            assert isinstance(block, LayerBlock)
             return self.reading.scores(Directions.of(sent.blocks[self.reading.block], self.batch_size), block)
         background, labels = self.background, faces.labels
         if self.masks:
             kept = [part.flatten().nonzero().flatten() for part in sent.blocks]
-            background = background and Background(background.public.restricted(kept), background.labels, self.classes)
+            background = background and OtherImages(background.public.restricted(kept), background.labels, self.classes)
             faces = Faces(restricted := faces.contributions.restricted(kept), labels, restricted.squares())
             sent = replace(sent, blocks=[part.flatten()[k] for part, k in zip(sent.blocks, kept, strict=True)])
         if background is None:
-            background = Background(faces.contributions, labels, self.classes)
+            background = OtherImages(faces.contributions, labels, self.classes)
         cross = background.public.dot(faces.contributions) if faces.cross is None else faces.cross
         public, along = background.public.along(sent.blocks), faces.contributions.along(sent.blocks)
         scores = torch.zeros(len(labels), dtype=torch.double)
@@ -150,7 +150,7 @@ class Ground:
             scores[rows] = self.reading.scores(whitening, candidates, Seen(public, along[:, rows]), others)
         return scores
 
-    def whitening(self, reading: Filter, background: Background, others: Tensor, sent: Sent) -> Whitening:
+    def whitening(self, reading: Filter, background: OtherImages, others: Tensor, sent: Sent) -> Whitening:
         """The covariance of the others and of the noise. Where its size is free, the update is taken to be as large as
         the sum of the gradients is expected to be."""
         noise = sent.noise

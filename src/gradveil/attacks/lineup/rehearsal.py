@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
-from gradveil.attacks.lineup.background import Filter, Seen, Whitening
-from gradveil.attacks.lineup.contributions import Contributions, Dense
-from gradveil.attacks.lineup.ground import Ground, Reading, Sent
+from gradveil.attacks.lineup.contributions import Contributions, LayerBlock
+from gradveil.attacks.lineup.ground import WayToCompare, Ground, Sent
+from gradveil.attacks.lineup.others import Filter, Seen, Whitening
 from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.client import Client
@@ -105,9 +105,9 @@ def _rehearsed(ground: Ground, images: Contributions, held_out: Batch, o: Observ
     return Rehearsed(sent, seen, int(labels[rows[0]]), rows[:1], rivals.nonzero().flatten())
 
 
-def _filters(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, Reading]]:
+def _filters(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, WayToCompare]]:
     """The success of every matched filter. All share the covariance of an average batch, which saves time."""
-    background, ways = ground.background, list[tuple[float, Reading]]()
+    background, ways = ground.background, list[tuple[float, WayToCompare]]()
     assert background is not None
     cross, squares = background.public.dot(images), images.squares()
     average = background.sizes / background.sizes.sum() * (ground.batch_size - 1)
@@ -126,17 +126,17 @@ def _filters(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearse
     return ways
 
 
-def _spans(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, Reading]]:
+def _spans(ground: Ground, images: Contributions, rehearsed: Sequence[Rehearsed]) -> list[tuple[float, WayToCompare]]:
     """The success of the span of every fully connected layer."""
-    ways = list[tuple[float, Reading]]()
+    ways = list[tuple[float, WayToCompare]]()
     for place, block in enumerate(images.blocks):
-        if isinstance(block, Dense):
+        if isinstance(block, LayerBlock):
             values: dict[Span, list[Tensor]] = {Span(place, cut): [] for cut in CUTS}
             for one in rehearsed:
                 directions = Directions.of(one.sent.blocks[place], ground.batch_size)
                 rows = torch.cat([one.member, one.rivals])
                 for way, scores in values.items():
-                    scores.append(way.scores(directions, Dense(block.inputs[rows], block.signals[rows])))
+                    scores.append(way.scores(directions, LayerBlock(block.inputs[rows], block.signals[rows])))
             ways += [(_success(scores), way) for way, scores in values.items()]
     return ways
 

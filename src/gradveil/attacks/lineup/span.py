@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil.attacks.lineup.contributions import Dense
+from gradveil.attacks.lineup.contributions import LayerBlock
 from gradveil.core.randomness import generator
 
 EXACT = 1e-10  # share of an input outside the span that counts as none
@@ -46,7 +46,7 @@ class Span:
     block: int
     cut: float
 
-    def scores(self, directions: Directions, candidates: Dense) -> Tensor:
+    def scores(self, directions: Directions, candidates: LayerBlock) -> Tensor:
         """The logarithm of the share of each candidate's input that lies outside, negative: higher is nearer."""
         sizes, rows = directions
         kept = sizes.square() / (sizes.square() + (self.cut * sizes[0]).square()).clamp_min(1e-300)

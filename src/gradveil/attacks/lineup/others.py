@@ -21,7 +21,7 @@ from gradveil.attacks.lineup.contributions import Contributions
 DOUBT = 0.02  # images per image of the batch whose label may have been misread
 
 
-class Background:
+class OtherImages:
     """Public gradients by class, and their inner products."""
 
     def __init__(self, public: Contributions, labels: Tensor, classes: int):
@@ -60,21 +60,21 @@ class Seen:
     candidates: Tensor  # blocks × m
 
 
-class Whitened(NamedTuple):
+class WhitenedCandidates(NamedTuple):
     """Candidates g under one covariance K."""
 
     products: Tensor  # P × m: with public gradients
     coordinates: Tensor
     squares: Tensor  # m: g K⁻¹ g
 
-    def picked(self, index: Tensor) -> Whitened:
-        return Whitened(self.products[:, index], self.coordinates[:, index], self.squares[index])
+    def picked(self, index: Tensor) -> WhitenedCandidates:
+        return WhitenedCandidates(self.products[:, index], self.coordinates[:, index], self.squares[index])
 
 
 class Whitening:
     """The covariance K of the others, with a ridge and a variance of noise, and products a K⁻¹ b."""
 
-    def __init__(self, background: Background, counts: Tensor, ridge: float, noise: float):
+    def __init__(self, background: OtherImages, counts: Tensor, ridge: float, noise: float):
         self.background, weights = background, background.weights(counts)
         variance = background.variances @ weights
         floor = 1e-12 * variance.sum() / background.public.entries.sum()
@@ -95,11 +95,11 @@ class Whitening:
         solution: Tensor = torch.linalg.solve_triangular(self.root, self._basis(products), upper=False)
         return solution
 
-    def of(self, cross: Tensor, squares: Tensor) -> Whitened:
+    def of(self, cross: Tensor, squares: Tensor) -> WhitenedCandidates:
         """Candidates by their products with public gradients (blocks × P × m), and their squares (blocks × m)."""
         products = self.weigh(cross)
         coordinates = self.coordinates(products)
-        return Whitened(products, coordinates, self.weigh(squares) - coordinates.square().sum(0))
+        return WhitenedCandidates(products, coordinates, self.weigh(squares) - coordinates.square().sum(0))
 
     def _basis(self, products: Tensor) -> Tensor:
         """Products with public gradients as those with deviations from class means, and of class means from their mean."""
@@ -119,7 +119,7 @@ class Filter:
     ridge: float
     free: bool
 
-    def scores(self, whitening: Whitening, candidates: Whitened, seen: Seen, counts: Tensor) -> Tensor:
+    def scores(self, whitening: Whitening, candidates: WhitenedCandidates, seen: Seen, counts: Tensor) -> Tensor:
         """m scores. `counts`: images per class, without the candidate."""
         mean, coordinates = whitening.background.mean(counts), candidates.coordinates
         public, toward = whitening.weigh(seen.public), whitening.gram @ mean
