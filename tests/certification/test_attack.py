@@ -10,13 +10,24 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import betainc
+from torch import nn
 
+import gradveil as gv
 from gradveil.certification import gaussian
 from gradveil.certification.certificate import Certificate, certify
 from gradveil.certification.mechanism import Mechanism, Releases
+from gradveil.client import prepare_client
+from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
+from gradveil.core.task import Task
+from gradveil.core.types import Batch
+from gradveil.defenses import Defense, Setup, parse
+from gradveil.defenses.gradient.dpsgd import DpSgd
 
 RUNS = 1000
+PIXELS, M = 60, 40  # images and candidates where the client itself is attacked
 
 
 def p_above(successes: int, limit: float) -> float:
@@ -70,6 +81,39 @@ def test_an_update_that_is_clipped_as_a_whole_keeps_its_certificate_too() -> Non
     successes = identified(0.7, 101, releases=2, seed=103)
     assert p_above(successes, promise.upper) > 0.001
     assert successes > RUNS * (promise.upper - 0.1)
+
+
+def identified_by_their_client(defense: Defense, rounds: int, seed: int) -> int:
+    """The same with the updates of a client of the project.
+
+    Images have one bright pixel each, so their gradients at zero weights are orthogonal; the defense clips all of them. The
+    client holds the candidate 0 and 20 images that are no candidates.
+    """
+    function = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, 2, bias=False)), mode="eval")
+    state = {name: torch.zeros_like(value) for name, value in function.state().items()}
+    task = Task(function, (1, 1, PIXELS), 2, torch.zeros(1), torch.ones(1))
+    held = [0, *range(PIXELS - 20, PIXELS)]
+    batch = Batch(torch.eye(PIXELS)[held].view(-1, 1, 1, PIXELS), torch.zeros(len(held), dtype=torch.long))
+    client = prepare_client(defense, LocalTraining(), Setup(task, state, batch, seed=seed))
+    successes = 0
+    for run in range(RUNS):
+        weights = torch.stack([client.round(state, batch, run, r)[0].tensors["1.weight"] for r in range(rounds)]).sum(dim=0)
+        # The gradient of an image of class 0 at zero weights is as long in both rows, with opposite signs.
+        successes += int((weights[1] - weights[0])[:M].argmax()) == 0
+    return successes
+
+
+def test_the_noise_that_the_client_really_adds_keeps_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the defense of the project itself: what it clips, how it averages, and the noise that it adds."""
+    method = parse("dpsgd:noise=1.1,clip=0.02")
+    assert isinstance(method, DpSgd)
+    promise = gv.certify(method, rounds=2, line_up=M)
+    successes = identified_by_their_client(method, 2, seed=100)
+    expected = gaussian.line_up_success(math.sqrt(2) / 1.1, M)
+    assert abs(successes - RUNS * expected) <= 4 * math.sqrt(RUNS * expected * (1 - expected)) + 1
+    assert p_above(successes, promise.upper) > 0.001
+    monkeypatch.setattr(DpSgd, "std", lambda self, examples: self.multiplier * self.clip / examples / math.sqrt(2))
+    assert p_above(identified_by_their_client(method, 2, seed=101), promise.upper) < 1e-6
 
 
 class TestSampling:

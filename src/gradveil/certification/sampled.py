@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -77,16 +76,33 @@ def _opacus(module: str) -> ModuleType:
         raise UserError("Poisson sampling needs the accountants of Opacus; `pip install 'gradveil[dp]'`.") from None
 
 
+@lru_cache
+def _moments(noise: float, rate: float) -> tuple[FloatArray, FloatArray]:
+    """Orders, and the Rényi divergence of one release at each of them."""
+    orders = [*_opacus("rdp").RDPAccountant.DEFAULT_ALPHAS, *HIGH_ORDERS]
+    spent = _opacus("analysis.rdp").compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
+    finite = np.isfinite(spent)
+    return np.array(orders)[finite], np.asarray(spent)[finite]
+
+
 def _of_moments(noise: float, rate: float, steps: int) -> FloatArray:
     """δ at every ε from Rényi divergences (Balle et al. 2020, theorem 21)."""
-    orders = np.array([*_opacus("rdp").RDPAccountant.DEFAULT_ALPHAS, *HIGH_ORDERS])
-    spent = _opacus("analysis.rdp").compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=list(orders))
-    best = np.full(len(GRID), 0.0)
-    for order, divergence in zip(orders, spent, strict=True):
-        if math.isfinite(divergence):
-            logarithm = (order - 1) * (divergence - GRID + math.log1p(-1 / order)) - math.log(order)
-            best = np.minimum(best, logarithm)
+    best = np.zeros(len(GRID))
+    for order, spent in zip(*_moments(noise, rate), strict=True):
+        logarithm = (order - 1) * (steps * spent - GRID + math.log1p(-1 / order)) - math.log(order)
+        best = np.minimum(best, logarithm)
     return np.asarray(np.exp(best))
+
+
+def _reach(noise: float, rate: float, steps: int) -> float:
+    """Up to which privacy loss a distribution is computed (Gopi et al. 2021, remark 5.6, as in Opacus)."""
+    orders, spent = _moments(noise, rate)
+
+    def epsilon(steps: int, delta: float) -> float:
+        values = steps * spent - np.log(delta * orders) / (orders - 1) + np.log1p(-1 / orders)
+        return float(np.min(values, initial=np.inf))
+
+    return 3 + max(epsilon(steps, DELTA_ERROR / 4), epsilon(1, DELTA_ERROR / (8 * steps)), EPSILON_ERROR)
 
 
 @dataclass(frozen=True)
@@ -119,14 +135,11 @@ def _odds(t: FloatArray, rate: float) -> FloatArray:
 def _of_distribution(loss: _Added, steps: int) -> FloatArray | None:
     """δ at every ε from the composed privacy loss distribution; None where Opacus cannot compute it."""
     prvs, compose = _opacus("analysis.prv.prvs"), _opacus("analysis.prv.compose")
-    domain = _opacus("analysis.prv.domain")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another order would give a smaller domain
-        largest = domain.compute_safe_domain_size([loss], [steps], EPSILON_ERROR, DELTA_ERROR)
+    largest = _reach(loss.noise_multiplier, loss.sample_rate, steps)
     mesh = EPSILON_ERROR / math.sqrt(steps * math.log(12 / DELTA_ERROR) / 2)
     if not 2 * largest / mesh <= MOST_POINTS:
         return None
-    grid = domain.Domain.create_aligned(-largest, largest, mesh)
+    grid = _opacus("analysis.prv.domain").Domain.create_aligned(-largest, largest, mesh)
     try:
         one = prvs.discretize(prvs.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid)
     except RuntimeError:  # its mean is not exact enough, as happens for large ε

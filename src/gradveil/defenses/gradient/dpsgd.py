@@ -68,10 +68,6 @@ class DpSgd(Defense):
     def clip_norm(self, examples: int) -> float | None:
         return self.clip if examples == 1 else None  # of a batch, every image's gradient is clipped by itself
 
-    def spent(self, rounds: int | None = None) -> float:
-        """ε at `delta` after `rounds` noisy gradients (by default all)."""
-        return epsilon_of(self.multiplier, self.delta, rounds or self.rounds, self.sample_rate)
-
     def prepare(self, setup: Setup) -> float:
         return self.multiplier  # computed once; a missing accountant is reported before any work
 
@@ -109,16 +105,6 @@ def noise_for(epsilon: float, delta: float, rounds: int, sample_rate: float) -> 
         )
     except ValueError as error:
         raise UserError(f"dpsgd: epsilon={epsilon:g} cannot be kept over {rounds} rounds: {error}") from None
-
-
-@lru_cache
-def epsilon_of(noise: float, delta: float, rounds: int, sample_rate: float) -> float:
-    """ε at δ after `rounds` noisy gradients; infinite without noise."""
-    if noise == 0:
-        return float("inf")
-    accountant = _accountants().RDPAccountant()
-    accountant.history = [(noise, sample_rate, rounds)]
-    return float(accountant.get_epsilon(delta))
 
 
 def _accountants() -> ModuleType:
