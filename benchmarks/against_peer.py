@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from peer_process import PEER, PeerProcess
-from stored_parts import command_line
+from stored_parts import command_line, commands, table
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.auditing.case import Case
@@ -123,19 +123,15 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield f"The peer is `{PEER}`, Inverting Gradients with its own settings, on the same updates of an untrained model in"
     yield "evaluation mode, undefended, with the labels that the suite inferred, for the same number of CPU seconds."
     yield "Identified: the image is nearer to an answer than every other image of its class that was held back."
-    yield from (
-        "",
-        "| setting | seed | images | identified | by the peer | PSNR | peer | CPU seconds | peer |",
-        "|---|---|---|---|---|---|---|---|---|",
-    )
-    for part in parts.values():
-        ours, peer = part["ours"], part["peer"]
-        cells = [part["setting"], part["seed"], part["images"], ours["identified"], peer["identified"]]
-        cells += [f"{ours['psnr']:.1f}", f"{peer['psnr']:.1f}", f"{ours['seconds']:.0f}", f"{peer['seconds']:.0f}"]
-        yield f"| {' | '.join(map(str, cells))} |"
-    yield from ("", "The commands of our side:", "", "```text")
-    yield from (str(part["command"]) for part in parts.values())
-    yield "```"
+    head = ("setting", "seed", "images", "identified", "by the peer", "PSNR", "peer", "CPU seconds", "peer")
+    yield from table(head, map(row, parts.values()))
+    yield from commands("The commands of our side:", (part["command"] for part in parts.values()))
+
+
+def row(part: dict[str, Any]) -> Iterable[object]:
+    ours, peer = part["ours"], part["peer"]
+    yield from (part["setting"], part["seed"], part["images"], ours["identified"], peer["identified"])
+    yield from (f"{ours['psnr']:.1f}", f"{peer['psnr']:.1f}", f"{ours['seconds']:.0f}", f"{peer['seconds']:.0f}")
 
 
 def add_options(running: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stored_parts import command_line
+from stored_parts import command_line, commands, table
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
@@ -78,20 +78,29 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield "Closed forms (`linear`) and inverted features (`features`), realistic adversary, quick budget. Exact: at least"
     yield f"{EXACT:.0f} dB. Seconds are CPU seconds of the attack per batch, on one thread."
     head = ("audit", "defense", "seeds", "exact images", "exact batches", "identified", "PSNR", "seconds per batch", "verdicts")
-    yield from ("", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
+    yield from table(head, rows(parts))
+    firsts = dict.fromkeys(part["command"] for part in parts.values() if part["seed"] == 100)
+    yield from commands("The commands, for one seed each:", firsts)
+
+
+def rows(parts: dict[str, dict[str, Any]]) -> Iterable[Iterable[object]]:
+    """One per audit and defense, over all seeds."""
     for name in AUDITS:
         stored = [part for part in parts.values() if part["audit"] == name]
         for defense in stored[0]["defenses"] if stored else ():
-            rows = [part["defenses"][defense] for part in stored]
-            images, batches = sum(r["images"] for r in rows), sum(r["batches"] for r in rows)
-            cells = [name, f"`{defense}`", ", ".join(str(part["seed"]) for part in stored)]
-            cells += [f"{sum(r['exact'] for r in rows)} of {images}", f"{sum(r['exact_batches'] for r in rows)} of {batches}"]
-            cells += [" + ".join(str(r["identified"]) for r in rows) + f" of {images}"]
-            cells += [f"{sum(r['psnr'] for r in rows) / len(rows):.1f} dB", f"{sum(r['seconds'] for r in rows) / batches:.1f}"]
-            yield f"| {' | '.join([*cells, ', '.join(sorted({r['verdict'] for r in rows}))])} |"
-    yield from ("", "The commands, for one seed each:", "", "```text")
-    yield from dict.fromkeys(str(part["command"]) for part in parts.values() if part["seed"] == 100)
-    yield "```"
+            cells = [part["defenses"][defense] for part in stored]
+            images, batches = (sum(c[column] for c in cells) for column in ("images", "batches"))
+            yield (
+                name,
+                f"`{defense}`",
+                ", ".join(str(part["seed"]) for part in stored),
+                f"{sum(c['exact'] for c in cells)} of {images}",
+                f"{sum(c['exact_batches'] for c in cells)} of {batches}",
+                " + ".join(str(c["identified"]) for c in cells) + f" of {images}",
+                f"{sum(c['psnr'] for c in cells) / len(cells):.1f} dB",
+                f"{sum(c['seconds'] for c in cells) / batches:.1f}",
+                ", ".join(sorted({c["verdict"] for c in cells})),
+            )
 
 
 def add_options(running: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stored_parts import command_line
+from stored_parts import command_line, commands, table
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
@@ -81,13 +81,13 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield f"{', '.join(suites)}, quick budget, realistic adversary, one gradient per update in training mode. Each cell:"
     yield "the verdict, identified images of all, and PSNR of the strongest attack, its counters included."
     audits = [name for name in AUDITS if name in parts]
-    yield from ("", f"| defense | {' | '.join(audits)} |", f"|---|{'---|' * len(audits)}")
-    for defense in ("none", *DEFENSES):
-        cells = [cell(row, parts[n]["images"]) for n in audits for row in parts[n]["defenses"] if row["defense"] == defense]
-        yield f"| `{defense}` | {' | '.join(cells)} |"
-    yield from ("", "The commands:", "", "```text")
-    yield from (str(parts[name]["command"]) for name in audits)
-    yield "```"
+    yield from table(("defense", *audits), (row(defense, audits, parts) for defense in ("none", *DEFENSES)))
+    yield from commands("The commands:", (parts[name]["command"] for name in audits))
+
+
+def row(defense: str, audits: list[str], parts: dict[str, dict[str, Any]]) -> Iterable[str]:
+    yield f"`{defense}`"
+    yield from (cell(r, parts[n]["images"]) for n in audits for r in parts[n]["defenses"] if r["defense"] == defense)
 
 
 def cell(row: dict[str, Any], images: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stored_parts import command_line
+from stored_parts import command_line, commands, table
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import Estimate
@@ -87,22 +87,21 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield from ("# How long a plan says that an audit takes", "")
     yield f"Of {len(parts)} audits, the plan is within a factor of {FACTOR} of the CPU seconds used for {within}."
     yield "A plan also says how long an audit takes at most, where no search ends early."
-    yield from (
-        "",
-        "| audit | cells | expected | at most | used | expected / used | to plan |",
-        "|---|---|---|---|---|---|---|",
-    )
-    for name, part in parts.items():
-        expected, limit, used = (f"{total(part, column):.0f} s" for column in ("expected", "limit", "used"))
-        row = (name, str(len(part["cells"])), expected, limit, used, f"{ratios[name]:.2f}", f"{part['planning']:.0f} s")
-        yield f"| {' | '.join(row)} |"
-    yield from ("", "The cells that miss by most seconds:", "", "| audit | cell | expected | used |", "|---|---|---|---|")
+    head = ("audit", "cells", "expected", "at most", "used", "expected / used", "to plan")
+    yield from table(head, (row(name, part, ratios[name]) for name, part in parts.items()))
+    yield from ("", "The cells that miss by most seconds:")
     cells = [(name, cell, times) for name, part in parts.items() for cell, times in part["cells"].items()]
-    for name, cell, times in sorted(cells, key=lambda c: -abs(c[2]["expected"] - c[2]["used"]))[:8]:
-        yield f"| {name} | {cell} | {times['expected']:.1f} s | {times['used']:.1f} s |"
-    yield from ("", "The commands:", "", "```bash")
-    yield from (str(part["command"]) for part in parts.values())
-    yield "```"
+    cells.sort(key=lambda c: -abs(c[2]["expected"] - c[2]["used"]))
+    yield from table(
+        ("audit", "cell", "expected", "used"),
+        ((name, cell, f"{times['expected']:.1f} s", f"{times['used']:.1f} s") for name, cell, times in cells[:8]),
+    )
+    yield from commands("The commands:", (part["command"] for part in parts.values()))
+
+
+def row(name: str, part: dict[str, Any], ratio: float) -> Iterable[object]:
+    yield from (name, len(part["cells"]), *(f"{total(part, column):.0f} s" for column in ("expected", "limit", "used")))
+    yield from (f"{ratio:.2f}", f"{part['planning']:.0f} s")
 
 
 def total(part: dict[str, Any], column: str) -> float:

@@ -43,6 +43,18 @@ def command_line(
     options.act(options)
 
 
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterable[str]:
+    """An empty line, and the table below it."""
+    names = list(head)
+    yield from ("", f"| {' | '.join(names)} |", f"|{'---|' * len(names)}")
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def commands(title: str, lines: Iterable[object]) -> Iterable[str]:
+    """A title, and below it the commands in a block that no test runs."""
+    yield from ("", title, "", "```text", *map(str, lines), "```")
+
+
 def write(store: Path, out: Path, page: Callable[[Parts], Iterable[str]]) -> None:
     parts = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(store.glob("*.json"))}
     out.write_text("\n".join(page(parts)) + "\n", encoding="utf-8")

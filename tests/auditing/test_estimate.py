@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.generative import gan
 from gradveil.auditing.case import Case
-from gradveil.auditing.estimate import Estimate, wall_seconds
+from gradveil.auditing.estimate import Estimate, _iteration, wall_seconds
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
@@ -93,6 +93,21 @@ def test_the_limit_counts_every_stage_of_a_search_that_may_end_early() -> None:
     estimate = Estimate(case, plan)
     swift, ig = (estimate.cell(plan.of("attack", "gaussian:std=0.5")[i]) for i in (0, 1))
     assert swift.limit > 1.5 * swift.seconds and ig.limit == ig.seconds
+
+
+def test_a_slow_first_iteration_does_not_lessen_the_victims_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small(attacks=["ig"])
+    plain, calls = ModelFunction.updates, list[int]()
+
+    def slow_at_first(*args: Any, **settings: Any) -> Any:
+        calls.append(1)
+        end = time.process_time() + (0.4 if len(calls) == 1 else 0)
+        while time.process_time() < end:
+            pass
+        return plain(*args, **settings)
+
+    monkeypatch.setattr(ModelFunction, "updates", slow_at_first)
+    assert _iteration(case) < 0.1 and len(calls) > 1
 
 
 def test_trying_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

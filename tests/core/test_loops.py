@@ -31,6 +31,13 @@ def test_the_time_of_the_steps_that_are_left_out_is_extrapolated_without_the_fir
     assert sample.skipped == pytest.approx(0.01 * (1000 - FEW), rel=0.3)
 
 
+def test_one_slow_step_and_a_slow_start_do_not_change_what_is_expected() -> None:
+    with sampled() as sample:
+        for step in Loop(1000):
+            work({0: 0.3, 3: 0.05}.get(step, 0.005))
+    assert sample.skipped == pytest.approx(0.005 * 998, rel=0.4)
+
+
 def test_loops_within_loops_are_multiplied() -> None:
     with sampled() as sample:
         for _ in Loop(10):

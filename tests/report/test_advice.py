@@ -292,6 +292,8 @@ def test_attacks_that_had_no_time_come_before_stronger_ones() -> None:
     (step,) = advised(control(control_rate=0.1), defense("prune", "cannot tell"), **short).next_steps
     assert step.code == "stronger-attacks" and "swift and prune-mask took no part" in step.reason
     assert step.command is not None and "without" not in step.command and "ig:steps" not in step.command
+    (step,) = advised(control(control_rate=0.1), **(short | {"attacks": ["standard-v1"]})).next_steps
+    assert step.command is not None and "--attack standard-v1" in step.command
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,16 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+def probe(observation: Observation, handles: Iterable[RemovableHandle], images: Tensor | None = None) -> Tensor:
+    """The network's outputs for two images, black ones unless others are given; the hooks are removed then."""
+    model = observation.model
+    images = torch.zeros(2, *observation.task.input_shape) if images is None else images
+    images = images.to(next(iter(observation.state.values())).dtype)
+    with torch.no_grad(), hooked(handles):
+        outputs: Tensor = model(observation.state, images, model.draw_noise(len(images), torch_stream(0)))
+    return outputs
+
+
 def linear_layers(observation: Observation) -> list[str]:
     """Linear layers with a bias that take part in the update, in the order in which the forward pass meets them."""
     model, order = observation.model, list[str]()
@@ -31,10 +41,19 @@ def linear_layers(observation: Observation) -> list[str]:
 
     layers = [(p, m) for p, m in model.module.named_modules() if isinstance(m, nn.Linear)]
     used = [(p, m) for p, m in layers if f"{p}.weight" in model.trainable and f"{p}.bias" in model.trainable]
-    images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
-    with torch.no_grad(), hooked(m.register_forward_pre_hook(note(p)) for p, m in used):
-        model(observation.state, images, model.draw_noise(2, torch_stream(0)))
+    probe(observation, (m.register_forward_pre_hook(note(p)) for p, m in used))
     return order
+
+
+def takes_one_row_per_image(observation: Observation, layer: str) -> bool:
+    """Whether the forward pass meets the layer once, with one vector per image."""
+    shapes = list[int]()
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        shapes.append(inputs[0].ndim)
+
+    probe(observation, [observation.model.module.get_submodule(layer).register_forward_pre_hook(note)])
+    return shapes == [2]
 
 
 def classifier_name(observation: Observation) -> str | None:

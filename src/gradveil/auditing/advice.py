@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
 from gradveil.core.errors import UserError
 from gradveil.core.text import duration, listing, plural
@@ -166,7 +167,7 @@ def _stronger_attacks(evidence: Evidence) -> NextStep:
     why = f"{got}, so it says nothing if none succeeds under one. "
     if spec.without and spec.suite:
         why += f"{listing(spec.without)} took no part. The command runs the whole suite; --plan tells how long it takes."
-        return _step(evidence, "stronger-attacks", why, without=(), attacks=(SUITE,))
+        return _step(evidence, "stronger-attacks", why, without=(), attacks=tuple(a for a in spec.attacks if suite_named(a)))
     if not spec.suite:
         return _step(evidence, "stronger-attacks", f"{why}The standard suite has more attacks.", attacks=(*spec.attacks, SUITE))
     if larger := _BUDGETS.get(spec.budget):

@@ -7,6 +7,7 @@ computes is of no use.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-FEW = 3  # steps of a loop that are done; the first one, which warms up, is not timed
-ENOUGH = 0.25  # CPU seconds after which no further step is done
+FEW = 7  # steps of a loop that are done; the first one, which warms up, is not timed if there is a second
+ENOUGH = 0.25  # CPU seconds after which no further step is done, if one was timed
+LONG = 2.0  # CPU seconds of a first step after which there is no second
 State = dict[str, Any]  # as torch declares the state of modules and optimizers
 
 
@@ -102,21 +104,23 @@ class Sample:
         return time.process_time() + self.skipped
 
     def loop(self, loop: Loop) -> Iterator[int]:
-        begun, before, timed = self.clock(), 0.0, 0.0
+        begun = now = self.clock()
+        units, per_unit = 0.0, list[float]()  # seconds of a unit, in every step that was timed
         self._depth += loop.shared
         try:
             for step in loop.plain():
                 yield step
-                now, units = self.clock(), loop.done() if loop.done else step + 1.0
-                if not loop.stopped and (step + 1 >= FEW or now - begun > ENOUGH):
-                    self.skipped += (now - begun) / max(units - before, 1e-9) * max(0.0, loop.total - units)
-                    return
-                if step == 0:
-                    timed, begun, before = now - begun, now, units
+                before, now, done = now, self.clock(), loop.done() if loop.done else step + 1.0
+                per_unit = [*per_unit[step == 1 :], (now - before) / max(done - units, 1e-9)]
+                units = done
+                if loop.stopped or step + 1 >= FEW or now - begun > (ENOUGH if step else LONG):
+                    break
+            if not loop.stopped and per_unit:
+                self.skipped += statistics.median(per_unit) * max(0.0, loop.total - units)
         finally:
             self._depth -= loop.shared
             if loop.shared and not self._depth:
-                self.shared += self.clock() - begun + timed
+                self.shared += self.clock() - begun
 
 
 def is_sampled() -> bool:

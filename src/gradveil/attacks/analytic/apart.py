@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.layers import hooked, linear_layers
+from gradveil.attacks.layers import linear_layers, probe
 from gradveil.core.local_training import LocalSGD, optimizer
 from gradveil.core.observation import Observation
-from gradveil.core.randomness import generator, torch_stream
+from gradveil.core.randomness import generator
 
 EXACT = 1e-2  # error up to which a reading counts as exact
 _CONVERGED = 1e-4  # error below which no further start is tried
@@ -99,17 +99,13 @@ def layer_inputs(observation: Observation, layer: str | None = None) -> LayerInp
 
 def _closes_below_zero(observation: Observation, layer: str) -> bool:
     """Whether outputs of the layer below zero are all alike to the rest of the network, as with a ReLU."""
-    model = observation.model
     images = torch.randn(2, *observation.task.input_shape, generator=generator(0, "probe"))
-    images = images.to(next(iter(observation.state.values())).dtype)
 
     def outputs(below: float, above: float) -> Tensor:
         def change(_: nn.Module, __: tuple[Tensor, ...], z: Tensor) -> Tensor:
             return torch.where(z < 0, z * below, z * above)
 
-        with torch.no_grad(), hooked([model.module.get_submodule(layer).register_forward_hook(change)]):
-            output: Tensor = model(observation.state, images, model.draw_noise(2, torch_stream(0)))
-        return output
+        return probe(observation, [observation.model.module.get_submodule(layer).register_forward_hook(change)], images)
 
     plain = outputs(1, 1)
     return torch.equal(plain, outputs(2, 1)) and not torch.equal(plain, outputs(1, 2))

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
-from gradveil.attacks.layers import hooked, linear_layers
+from gradveil.attacks.layers import linear_layers, takes_one_row_per_image
 from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import PREFIX, FeatureMatch, Head, cut_before
@@ -37,7 +37,6 @@ from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalSGD, optimizer
 from gradveil.core.loops import Loop
 from gradveil.core.observation import Observation
-from gradveil.core.randomness import torch_stream
 
 RELU: tuple[object, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 SPREAD = 0.3  # of the starts, in standard deviations of natural images
@@ -73,7 +72,7 @@ class FeatureInversion(Attack):
         layers = linear_layers(observation)
         if not layers:
             return "the model has no fully connected layer with a bias"
-        if not _one_row_per_image(observation, layers[0]):
+        if not takes_one_row_per_image(observation, layers[0]):
             return "the first fully connected layer takes several rows per image"
         single = observation.knowledge.batch_size == 1
         return UNREADABLE if single and layer_inputs(observation) is None else None
@@ -204,18 +203,6 @@ class _OpenReLU(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         leaky = F.leaky_relu(args[0], self.slope)
         return leaky + (torch.relu(args[0]) - leaky).detach()
-
-
-def _one_row_per_image(observation: Observation, layer: str) -> bool:
-    shapes, model = list[int](), observation.model
-
-    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        shapes.append(inputs[0].ndim)
-
-    images = torch.zeros(2, *observation.task.input_shape).to(next(iter(observation.state.values())).dtype)
-    with torch.no_grad(), hooked([model.module.get_submodule(layer).register_forward_pre_hook(note)]):
-        model(observation.state, images, model.draw_noise(2, torch_stream(0)))
-    return shapes == [2]
 
 
 def _filled(rows: Tensor, count: int, factor: float = 1.0) -> Tensor:

@@ -108,8 +108,11 @@ class Swift(Attack):
 
     def _expected(self, target: Target, insight: Insight, best: Answer) -> Answer:
         """The stages that most victims take. A search that is cut short never converges: its residual only tells whether
-        it would come close, and then some end before their last step and others take a cycle more."""
-        far = [i for i in _above(best, self.exact) if best.score[i] >= FAR]
+        it would come close. Then some victims take a cycle, and others new starts: one new start stands for both."""
+        rows = _above(best, self.exact)
+        far, near = ([i for i in rows if (best.score[i] >= FAR) == wanted] for wanted in (True, False))
+        if near:
+            _merge(best, near, _portfolio(target.subset(near), insight.subset(near), 0.1))
         if far and self.adam_steps:
             _merge(best, far, self._signed(target.subset(far, "adam"), insight.subset(far)))
         return best
