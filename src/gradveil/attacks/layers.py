@@ -1,4 +1,4 @@
-"""The fully connected layers of a network, as a forward pass meets them, and the gradients of its classifier."""
+"""What attacks ask of a network: its fully connected layers, the gradients of its classifier, whether it is smooth."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -69,3 +69,10 @@ def classifier_gradients(observation: Observation) -> tuple[Tensor | None, Tenso
     prefix = f"{path}." if path else ""
     weight, bias = (observation.update.tensors.get(f"{prefix}{part}") for part in ("weight", "bias"))
     return (None if weight is None else sign * weight, None if bias is None else sign * bias)
+
+
+def is_smooth(module: nn.Module) -> bool:
+    """Whether all the activations that the model shows are smooth ones."""
+    parts = list(module.modules())
+    kinked = any(isinstance(m, (nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveMaxPool2d)) for m in parts)
+    return not kinked and any(isinstance(m, (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)) for m in parts)

@@ -29,6 +29,7 @@ from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.april import April
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
+from gradveil.attacks.layers import is_smooth
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
@@ -107,11 +108,11 @@ class Swift(Attack):
         return best
 
     def _expected(self, target: Target, insight: Insight, best: Answer) -> Answer:
-        """The stages that most victims take. A search that is cut short never converges: its residual only tells whether
-        it would come close. Then some victims take a cycle, and others new starts: one new start stands for both."""
+        """The stages that most victims take. A search that is cut short never converges, so its residual only tells which
+        victims come close: some then take cycles, others new starts, and the time of all new starts stands for both."""
         rows = _above(best, self.exact)
         far, near = ([i for i in rows if (best.score[i] >= FAR) == wanted] for wanted in (True, False))
-        if near:
+        for _ in range(self.restarts if near else 0):
             _merge(best, near, _portfolio(target.subset(near), insight.subset(near), 0.1))
         if far and self.adam_steps:
             _merge(best, far, self._signed(target.subset(far, "adam"), insight.subset(far)))
@@ -175,13 +176,13 @@ def _portfolio(target: Target, insight: Insight, scale: float) -> Answer:
     factor = LENGTHEN[target.budget]
     x = Start(scale=scale).draw(target, 1, target.rng).repeat_interleave(each, 0)
     mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
-    used = 0
+    used, may_end = 0, target.shape[1] > 1 and not (is_sampled() and is_smooth(target.model.module))
     stages: list[tuple[Distance, tuple[float, int]]] = [*((mixed, s) for s in LADDER), (RelativeL2(), FINISH[0])]
     for stage, (distance, (weight, steps)) in enumerate(stages):
         x, count = _descend(target, insight, distance, weight, int(steps * factor), x)
         used += count
         score = residual(target, x, insight=insight)
-        if stage == 0 and target.shape[1] > 1 and not bool((score < FAR).any()) and not is_sampled():
+        if stage == 0 and may_end and not bool((score < FAR).any()):
             break  # kinks or noise prevent a fit of the batches, and a weaker prior does not help
     pick = score.unflatten(0, (victims, each)).argmin(1) + torch.arange(victims) * each
     if stage + 1 < len(stages):
