@@ -129,6 +129,25 @@ def test_a_clipped_update_counts_rounds_and_moves_by_twice_its_bound() -> None:
     assert promise.upper == pytest.approx(phi(quantile(1 / 1001) + 3 / 2.0), abs=1e-9)  # against an empty update
 
 
+@pytest.mark.parametrize(("bounded", "fields"), [("image", {}), ("update", {"local_epochs": 3})])
+def test_the_noise_of_all_clients_of_a_sum_counts(bounded: str, fields: dict[str, int]) -> None:
+    alone = certify(noised(3.0, bounded), Releases(rounds=5, **fields))
+    shared = certify(noised(1.0, bounded), Releases(rounds=5, aggregate=9, **fields))
+    assert (shared.upper, shared.epsilon, shared.mu) == pytest.approx((alone.upper, alone.epsilon, alone.mu))
+    assert shared.noise == 1.0 and "sees only sums of 9 clients" in shared.sentences()[0]
+    assert any("Secure aggregation works" in line for line in shared.assumptions)
+    needed = noise_for(shared.upper, noised(7.0, bounded), Releases(rounds=5, aggregate=9, **fields))
+    assert needed == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("fields", [{"local_epochs": 2}, {"sampling": "shuffled"}])
+def test_noise_that_does_not_add_up_is_not_counted(fields: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="does not add up"):
+        certify(noised(1.0), Releases(rounds=1, aggregate=2, **fields))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="added once to the sum"):
+        certify(Mechanism("central", 1.0, "update", by_client=False), Releases(rounds=1, aggregate=2))
+
+
 def test_shuffled_batches_are_counted_like_full_ones() -> None:
     full, shuffled = (
         certify(noised(1.0), Releases(rounds=3, local_epochs=2, sampling=s))  # type: ignore[arg-type]

@@ -109,6 +109,8 @@ def test_python_gives_the_same_certificate() -> None:
     assert promise == gv.certify(Mechanism("dpsgd:noise=2.4", 2.4), rounds=20)
     for word in ("BatchNorm", "not drawn as accounted", "tuned on private data", "decision that looked at the data"):
         assert any(word in line for line in promise.void)
+    update = gv.certify("clip+gaussian:std=1", rounds=1)  # an update is clipped whatever BatchNorm did to it
+    assert not any("BatchNorm" in line for line in update.void) and set(update.void) < set(promise.void)
 
 
 @pytest.fixture

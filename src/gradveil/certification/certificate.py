@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from gradveil.certification import gaussian, sampled
 from gradveil.certification.mechanism import Mechanism, Releases, Sampling
@@ -20,8 +19,8 @@ LINE_UP = 1001
 CERTAIN = 0.9999  # a limit above it is no limit
 SEARCH_DIGITS, SEARCH_FACTOR = 3, 1.1  # of the noise for a risk where only a search gives it
 
+COUPLED = "BatchNorm in training mode: it couples the images of a batch."  # where each image is clipped by itself
 VOID = (
-    "BatchNorm in training mode: it couples the images of a batch.",
     "Statistics or anything else that leaves the client without noise.",
     "Batches that are not drawn as accounted, or more releases than counted.",
     "Learning rate, clipping or noise tuned on private data.",
@@ -44,15 +43,18 @@ class Certificate(Record):
     images_per_person: int
     adjacency: Literal["add/remove"] = "add/remove"
     releases: int  # that an image takes part in, or may take part in
+    aggregate: int  # clients of whose updates only the sum is seen
     sampling: Sampling
     sample_rate: float
     assumptions: tuple[str, ...]
-    void: tuple[str, ...] = Field(default=VOID)
+    void: tuple[str, ...]
 
     def sentences(self) -> tuple[str, str, str]:
         """What is promised, in words. TradeOff are rounded up."""
         used = f"one {self.unit}" + (f" with {plural(self.images_per_person, 'image')}" if self.unit == "person" else "")
         seen = "the release" if self.releases == 1 else f"all {self.releases:,} releases"
+        if self.aggregate > 1:
+            seen = f"only sums of {self.aggregate:,} clients"
         people = "images" if self.unit == "image" else "people"
         line_up = (
             f"Nobody who sees {seen} picks the right one of {self.m:,} equally likely {people} with a probability above "
@@ -77,11 +79,11 @@ def certify(mechanism: Mechanism, releases: Releases, m: int = LINE_UP, delta: f
         raise UserError(f"delta={delta:g} is no probability between 0 and 1.")
     if not 0 < mechanism.noise < math.inf:
         raise UserError(f"{mechanism.name}: nothing is promised without noise; set one, or a --risk.")
-    count, images = releases.count(mechanism), releases.images_per_person
+    noise, count, images = releases.noise(mechanism), releases.count(mechanism), releases.images_per_person
     group = images if mechanism.bounded == "image" else 1  # the bound of an update holds for all its images
-    one, mu = math.sqrt(count) / mechanism.noise, None
+    one, mu = math.sqrt(count) / noise, None
     if _is_sampled(mechanism, releases):
-        limits = sampled.limits(mechanism.noise, releases.rate, count)
+        limits = sampled.limits(noise, releases.rate, count)
         upper = float(limits.power(np.array([1 / m]), group)[0])
         advantage = limits.advantage(group)
         epsilon = min(limits.epsilon(delta, group), gaussian.epsilon_at(delta, group * one))
@@ -102,9 +104,11 @@ def certify(mechanism: Mechanism, releases: Releases, m: int = LINE_UP, delta: f
         unit="image" if images == 1 else "person",
         images_per_person=images,
         releases=count,
+        aggregate=releases.aggregate,
         sampling=releases.sampling,
         sample_rate=releases.rate,
         assumptions=_assumptions(mechanism, releases),
+        void=(COUPLED, *VOID) if mechanism.bounded == "image" else VOID,
     )
 
 
@@ -115,7 +119,7 @@ def noise_for(risk: float, mechanism: Mechanism, releases: Releases, m: int = LI
     group = releases.images_per_person if mechanism.bounded == "image" else 1
     mu, count = gaussian.mu_of(risk, m) / group, releases.count(mechanism)
     if not _is_sampled(mechanism, releases):
-        return math.sqrt(count) / mu
+        return math.sqrt(count) / mu / releases.noise(replace(mechanism, noise=1.0))
 
     def holds(noise: float) -> bool:
         return certify(replace(mechanism, noise=noise), releases, m).upper <= risk
@@ -150,8 +154,13 @@ def _assumptions(mechanism: Mechanism, releases: Releases) -> tuple[str, ...]:
             f"Each image is in each batch with probability {releases.rate:.3g}, in secret and independently of all others; "
             "sums are divided by the expected size of a batch."
         )
-    noise = "The noise is new in every release, and nobody can predict it."
-    return (bound, batches, noise, "All candidates are equally likely, and exactly one took part.", *mechanism.conditions)
+    lines = [bound, batches, "The noise is new in every release, and nobody can predict it."]
+    if releases.aggregate > 1:
+        lines += [
+            "Secure aggregation works: nobody sees the update of one client.",
+            f"All {releases.aggregate:,} clients of a sum weigh the same, add their noise, and tell it to nobody.",
+        ]
+    return (*lines, "All candidates are equally likely, and exactly one took part.", *mechanism.conditions)
 
 
 def rounded_up(value: float, digits: int) -> str:

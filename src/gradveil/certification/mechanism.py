@@ -28,6 +28,7 @@ class Mechanism:
     noise: float
     bounded: Bounded = "image"
     conditions: tuple[str, ...] = ()  # what else must hold
+    by_client: bool = True  # whether every client adds such noise itself
 
     @property
     def sensitivity(self) -> int:
@@ -57,6 +58,7 @@ class Releases:
     images: int | None = Field(default=None, ge=1, description="Images of the client.")
     sample_rate: float | None = Field(default=None, gt=0, le=1, description="In place of these two: their ratio.")
     images_per_person: int = Field(default=1, ge=1, description="Images of one person.")
+    aggregate: int = Field(default=1, ge=1, description="Clients of whose updates only the sum is seen.")
 
     def __post_init__(self) -> None:
         stated = [value is not None for value in (self.batch_size, self.images, self.sample_rate)]
@@ -73,6 +75,16 @@ class Releases:
         if self.batch_size is not None and self.images is not None:
             return self.batch_size / self.images
         return self.sample_rate or 1.0
+
+    def noise(self, mechanism: Mechanism) -> float:
+        """The noise in what is seen: that of all clients of a sum, where it adds up."""
+        if self.aggregate > 1 and not mechanism.by_client:
+            raise UserError(f"--aggregate: the noise of {mechanism.name} is added once to the sum, not by every client.")
+        if self.aggregate > 1 and mechanism.bounded == "image" and (self.local_epochs, self.sampling) != (1, "full"):
+            raise UserError(
+                "--aggregate: noise of single local steps does not add up; clip updates as a whole, or make one step."
+            )
+        return mechanism.noise * math.sqrt(self.aggregate)
 
     def count(self, mechanism: Mechanism) -> int:
         """The releases that an image takes part in, or may take part in."""
@@ -128,7 +140,7 @@ class FlowerCentral(NamedMechanism):
             "The promise is towards those who see only the aggregated model: the server sees each update before the noise.",
             "As many clients take part in a round as num_sampled_clients says, all with the same weight.",
         )
-        return Mechanism("flower-central", self.noise_multiplier, "update", conditions)
+        return Mechanism("flower-central", self.noise_multiplier, "update", conditions, by_client=False)
 
 
 MECHANISMS: dict[str, type[NamedMechanism]] = {
