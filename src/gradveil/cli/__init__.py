@@ -36,7 +36,7 @@ COMMANDS = {
     "protect": "Write a protected copy of an image data set.",
     "search": "Search an ATS policy for a data set and a model.",
     "train": "Train a model in a federation whose clients are defended.",
-    "certify": "Say what a mechanism with a proof promises, or the noise for a risk.",
+    "certify": "Say what noise promises, or which noise a risk needs.",
     "report": "Write the report of a run again.",
     "export": "Write an audited defense to a file that clients act by.",
     "compare": "Compare two runs.",
