@@ -50,7 +50,7 @@ class Certificate(Record):
     void: tuple[str, ...]
 
     def sentences(self) -> tuple[str, str, str]:
-        """What is promised, in words. TradeOff are rounded up."""
+        """What is promised, in words. Limits are rounded up."""
         used = f"one {self.unit}" + (f" with {plural(self.images_per_person, 'image')}" if self.unit == "person" else "")
         seen = "the release" if self.releases == 1 else f"all {self.releases:,} releases"
         if self.aggregate > 1:
