@@ -2,7 +2,7 @@
 
 Attacks and defenses rely on these properties of every network: no in-place activation, every layer with parameters
 called once per pass, parameters only in linear, convolution and norm layers, and a linear classifier `fc` at the
-end.
+end. The exception is `vit`, with its positions, class token and attention.
 """
 
 from abc import ABC, abstractmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradveil.attacks.base import Target
 from gradveil.attacks.generative.rehearsal import copy_of_client, cost_of_round
 from gradveil.attacks.lineup.contributions import Contributions, LayerBlock
-from gradveil.attacks.lineup.ground import WayToCompare, Ground, Sent
+from gradveil.attacks.lineup.ground import Ground, Sent, WayToCompare
 from gradveil.attacks.lineup.others import Filter, Seen, Whitening
 from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.attacks.unit_length import unit_length, why_unusable
