@@ -117,7 +117,24 @@ def test_what_was_chosen_is_a_setting_and_is_said() -> None:
     assert chosen.spec.without == ("prune-mask",) and chosen.spec.victims == 4
     assert "--minutes 1: 4 of 16 victims, budget quick; left out: prune-mask; expected to take" in text
     assert "prune-mask" not in {cell.attack for cell in make_plan(chosen)}
-    with pytest.raises(UserError, match="--minutes 0.1 is too little: the smallest useful audit here takes about"):
+
+
+@pytest.mark.usefixtures("known_times")
+def test_too_few_minutes_are_refused_with_those_that_suffice_planning_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--minutes 0.1 is too little: the smallest useful audit takes about 1"):
+        fit(case(), 0.1, 1, time.monotonic() + 6)
+    # Nearly five minutes went into planning, so five are too few.
+    late = time.monotonic() + 10
+    with pytest.raises(UserError, match=r"--minutes 5 is too little: the smallest useful audit takes about 6\b"):
+        fit(case(), 5, 1, late)
+    plain = Fit.__init__
+
+    def busy(self: Fit, *settings: object) -> None:
+        plain(self, *settings)  # type: ignore[arg-type]
+        self.slowness = 3.0
+
+    monkeypatch.setattr(Fit, "__init__", busy)
+    with pytest.raises(UserError, match=r"takes about \d+, as other work slows this machine down 3.0 times"):
         fit(case(), 0.1, 1, time.monotonic() + 6)
 
 

@@ -10,6 +10,7 @@ after all where what was left out later makes room for it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.text import plural
 
 RESERVE = 0.25  # share of the time that is kept for what takes longer than expected
+BUSY = 1.3  # seconds on the clock per CPU second, from which the user is told that other work slows the audit down
 START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
@@ -162,7 +164,7 @@ class Fitted:
 
 def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
     """The case with settings that fit before the deadline (of `time.monotonic`)."""
-    asked, needed = case.spec, 0.0
+    asked = case.spec
     while True:
         tried = Fit(case, workers)
         chosen = tried.choose((deadline - time.monotonic()) * (1 - RESERVE))
@@ -170,8 +172,10 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
             break
         if (lower := LOWER.get(case.spec.budget)) is None:
             assert not isinstance(chosen, Settings)
-            needed = chosen / (1 - RESERVE) / 60
-            raise UserError(f"--minutes {minutes:g} is too little: the smallest useful audit here takes about {needed:.0f}.")
+            planned = 60 * minutes - (deadline - time.monotonic())
+            needed = math.ceil((planned + chosen / (1 - RESERVE)) / 60)
+            load = f", as other work slows this machine down {tried.slowness:.1f} times" if tried.slowness > BUSY else ""
+            raise UserError(f"--minutes {minutes:g} is too little: the smallest useful audit takes about {needed}{load}.")
         case = Case(case.spec.model_copy(update={"budget": lower}))
     kept = [text for text in sorted(chosen.without) if text not in asked.without]
     changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}

@@ -19,6 +19,8 @@ class ViT(Network):
 
     Args:
         patch: side of a patch, in pixels.
+        width, depth, heads: features per patch, encoder layers, and parts into which attention divides the features.
+        dropout: share of the features that training drops.
         pool: what the classifier sees: a class token, or the mean of all patches.
     Example: gradveil audit --data cifar10 --model vit:patch=8
     """
