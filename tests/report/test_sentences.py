@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsed_page import Page
@@ -31,16 +32,19 @@ from gradveil.auditing.spec import SUITE, AuditSpec
 from gradveil.auditing.verdict import Control, _rows, _verdict
 from gradveil.core.results import GradientChange, Rate
 from gradveil.defenses.base import Defense
+from gradveil.metrics import identification_rate
 from gradveil.metrics.leak_test import Background
+from gradveil.protection.promise import certify
 from gradveil.report import print_summary, words, write_report
 from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import github_annotations
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import CaseFacts, DefenseRow, LeakTest, Summary, UtilityRow, VictimsNeeded, Worst
+from gradveil.summary import CaseFacts, DefenseRow, LeakTest, LineUpRisk, Summary, UtilityRow, VictimsNeeded, Worst
 
 LEVEL, CLASSES = 0.05, 4
 AUDITED = ("prune:ratio=0.9", "prune:ratio=0.99", "gaussian:std=0.1", "gaussian:std=1.0", "clip", "mixup", "clip+gaussian")
 TRIED = ("linear", "ig", "prune-mask", "noise-likelihood", "clip-aware")
+LIMITS = (certify("dpsgd:noise=4", rounds=1), certify("dpsgd:noise=0.01", rounds=1))
 
 
 class Mine(Defense):
@@ -152,8 +156,13 @@ def _rows_of(
     loss = None if accuracy is None or clean is None else 100 * (1 - accuracy / clean)
     half = draw(st.sampled_from([None, 0.5, 8.0]))  # of the interval
     bounds = {} if loss is None or half is None else {"std": half, "low": loss - half, "high": loss + half}
+    first = draw(st.lists(st.sampled_from([1, 1, 2, 200]), min_size=case.spec.victims, max_size=case.spec.victims))
+    hit = torch.tensor([rank == 1 for rank in first])
+    limit = draw(st.sampled_from([None, *LIMITS]))
+    risk = LineUpRisk(m=200, identified=identification_rate(hit, 1 / 200, len(hit)), ranks=tuple(first), certificate=limit)
     row = DefenseRow(
-        spec=text, stage=tuple(method.stages), counter=counters.accepted, claimed=counters.claimed, scope="the scope",
+        spec=text, line_up=draw(st.sampled_from([None, risk, risk])),
+        stage=tuple(method.stages), counter=counters.accepted, claimed=counters.claimed, scope="the scope",
         verdict=verdict, doubts=doubts, test=test, warnings=(), gradient=GradientChange(cosine=0.5, noise_ratio=1.0),
         utility=None if accuracy is None else UtilityRow(
             acc_test=accuracy, acc_train=None, acc_sensitive=None, seconds_per_round=1.0, pdm=loss, overhead=1.0,
@@ -219,6 +228,26 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         sentence = words.verdict_sentence(defense)
         assert ("leak:" in sentence) == (defense.verdict == "leaks") and not re.search(r"leak: none of", sentence)
         assert ("cannot tell" in sentence) == (defense.verdict == "cannot tell")
+
+    # the line-up is told beside the verdict, as its numbers are
+    for defense in summary.defenses:
+        sentence, risk = words.line_up_sentence(defense), defense.line_up
+        assert (sentence == "") == (risk is None)
+        assert defense.model_copy(update={"line_up": None}).verdict == defense.verdict
+        assert words.verdict_sentence(defense) == words.verdict_sentence(defense.model_copy(update={"line_up": None}))
+        if risk is None:
+            continue
+        assert sentence in said["page"] and f"Line-up under {defense.spec}: {sentence}" in said["terminal"]
+        assert sentence.startswith("Whoever has an image can tell") == (risk.identified.low > risk.identified.chance)
+        assert sentence.startswith("It was not shown") == (risk.identified.low <= risk.identified.chance)
+        hits = sum(rank == 1 for rank in risk.ranks)
+        assert f"{hits or 'none'} of {len(risk.ranks)} image" in sentence and "leak" not in sentence
+        proves = risk.certificate is not None
+        assert ("proves no limit" in sentence) == (not proves and not defense.control)
+        crossed = risk.certificate is not None and risk.identified.low > risk.certificate.upper
+        assert ("one of the two is in error" in sentence) == crossed
+        assert ("at most, for 1 release" in sentence) == (proves and not crossed)
+    assert ("Line-up under" in said["terminal"]) == any(d.line_up for d in summary.defenses)
 
     # what is said about the control, and about the audit as a whole
     assert ("show no leak without a defense" in every) <= (control.verdict != "leaks")

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack, Target
 from gradveil.attacks.budget import row_bytes
+from gradveil.attacks.lineup import LineUp
 from gradveil.attacks.unit_length import least_agreement
 from gradveil.auditing.case import Case
 from gradveil.auditing.cost import CURVES, CostTrainings
 from gradveil.auditing.device import OnDevice, moved, returned
 from gradveil.auditing.limits import CPU, NO_LIMITS, Limits, out_of_memory
+from gradveil.auditing.line_up import draw_line_ups, ranks
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
 from gradveil.auditing.utility import CLIENTS, IMAGES
@@ -40,6 +42,8 @@ from gradveil.processes.scheduler import OutOfMemory
 from gradveil.storage.files import DiskFull
 from gradveil.storage.resumable import Checkpoints
 from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, StoredCell
+
+FEW_PUBLIC = 200  # public images of a line-up for which memory is short
 
 
 def run_cell(cell: Cell, case: Case, folder: RunFolder, progress: Steps, limits: Limits = NO_LIMITS) -> StoredCell:
@@ -308,6 +312,19 @@ def _look(work: Work) -> Result:
     return Outcome(likeness=_used(case, table), sights=tuple(sights)), None
 
 
+# -- line-up: which of many images was in the batch -------------------------------------------------------------------
+
+
+def _line_up(work: Work) -> Result:
+    """Compare the update that each candidate would cause with what was sent."""
+    case, defense = work.case, work.defense
+    observations, _ = _observations(work, *case.task(defense, None, work.needed("train")))
+    candidates, places = draw_line_ups(case)
+    method = LineUp(public_images=FEW_PUBLIC) if work.limits.second_try else LineUp()
+    scores = method.scores(observations, candidates, progress=work.progress, cache=work.folder.cache)
+    return Outcome(ranks=ranks(scores, places), candidates=tuple(map(len, scores))), None
+
+
 # -- baseline: what is known without an update -----------------------------------------------------------------------
 
 
@@ -354,5 +371,6 @@ _COMPUTE: dict[str, Callable[[Work], Result]] = {
     "observe": _observe,
     "attack": _attack,
     "look": _look,
+    "line-up": _line_up,
     "utility": _utility,
 }

@@ -63,8 +63,8 @@ class Estimate:
         return self._times[cell.key]
 
     def _like(self, cell: Cell) -> CellTime | None:
-        """The time under another defense, which differs little: of the direct look, and of attacks if trying takes long."""
-        if cell.kind not in ("attack", "look"):
+        """The time under another defense, which differs little: of look and line-up, and of attacks if trying takes long."""
+        if cell.kind not in ("attack", "look", "line-up"):
             return None
         if cell.kind == "attack" and time.process_time() - self._begun < PATIENCE:
             return None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.attacks import lineup
 from gradveil.attacks.base import Attack, Cost, Workload
 from gradveil.attacks.suite import suite_attacks, suite_named
 from gradveil.auditing.case import Case
@@ -21,8 +22,16 @@ from gradveil.metrics.leak_test import Background, detectable, victims_needed
 from gradveil.metrics.registry import registered
 from gradveil.summary import VictimsNeeded
 
-KIND_NAMES = {"utility": "accuracy", "train": "training", "observe": "updates", "look": "direct look"}  # in words
-CellKind = Literal["baseline", "train", "observe", "look", "attack", "utility"]  # in the order in which they are done
+KIND_NAMES = {
+    "utility": "accuracy",
+    "train": "training",
+    "observe": "updates",
+    "look": "direct look",
+    "line-up": "line-up",
+}  # in words
+CellKind = Literal[
+    "baseline", "train", "observe", "look", "line-up", "attack", "utility"
+]  # in the order in which they are done
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
 SMALL = 50.0  # iterations that take as long as a cell without a search
@@ -85,6 +94,8 @@ def make_plan(case: Case) -> Plan:
             cells.append(_cell(case, "attack", [_code(attack), metrics], text, name, needs=[*train, observed]))
         if case.spec.suite:
             cells.append(_cell(case, "look", [direct_look.VERSION], text, needs=[*train, honest]))
+        if case.spec.candidates:
+            cells.append(_cell(case, "line-up", [lineup.VERSION, case.spec.candidates], text, needs=[*train, honest]))
         if case.spec.utility:
             cells.append(_cell(case, "utility", [*code, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))

@@ -16,6 +16,7 @@ from gradveil.attacks.base import Attack, Budget
 from gradveil.attacks.suite import Suite, suite_named
 from gradveil.auditing.presets import preset
 from gradveil.auditing.utility import UtilityTraining
+from gradveil.certification.certificate import LINE_UP
 from gradveil.core.errors import UserError, shown, unknown
 from gradveil.core.gradients import Loss
 from gradveil.core.local_training import LocalTraining
@@ -72,6 +73,9 @@ class AuditSpec(BaseModel):
     budget: Budget = "quick"
     seed: int = Field(0, ge=0, description="Seed of all randomness.")
     updates: int = Field(1, ge=1, description="Updates of a batch that the server sees.")
+    line_up: Annotated[int | None, OUTSIDE_CASE] = Field(
+        None, ge=0, description="Candidates per victim of the line-up, at most; 0: none. [1001 with the suite, else none]"
+    )
     num_classes: Annotated[int | None, Option("classes")] = Field(None, ge=2, description="Number of classes. [from the data]")
     utility: Annotated[UtilityTraining | None, OUTSIDE_CASE] = Field(
         None, description="Train under each defense to see its cost."
@@ -87,6 +91,11 @@ class AuditSpec(BaseModel):
     def suite(self) -> Suite | None:
         """The suite among the attacks."""
         return next((suite for attack in self.attacks if (suite := suite_named(attack))), None)
+
+    @property
+    def candidates(self) -> int:
+        """How many images stand in a line-up at most; 0: there is none."""
+        return (LINE_UP if self.suite else 0) if self.line_up is None else self.line_up
 
     @property
     def picture_mode(self) -> PictureMode:
@@ -122,6 +131,8 @@ class AuditSpec(BaseModel):
 
     @model_validator(mode="after")
     def _one_training(self) -> AuditSpec:
+        if self.line_up == 1:
+            raise UserError("a line-up needs at least 2 candidates; --line-up 0 leaves it out.")
         if self.trained_rounds and self.trained_epochs:
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
         if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):

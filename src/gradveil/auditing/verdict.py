@@ -15,6 +15,7 @@ from gradveil.attacks.suite import Counters, is_countered
 from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
 from gradveil.auditing.cost import utility_row
+from gradveil.auditing.line_up import line_up_risk
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
 from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, needed_for_shares, suite_name
 from gradveil.auditing.spec import written
@@ -108,11 +109,15 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
 
 def left_out(case: Case, cells: Iterable[StoredCell]) -> list[str]:
     """Attacks that the audit would have had by itself, and cells for which there was no time."""
+    cells = list(cells)
     not_run = [cell for cell in cells if cell.status == "not run"]
     late = [f"{cell.attack or KIND_NAMES[cell.kind]} under {cell.defense}{_expected(cell)}" for cell in not_run]
     named = {written(attack) for attack in case.spec.attacks}
     items = {"left out of the suite": [a for a in case.spec.without if a not in named], "left out for lack of time": late}
-    return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names]
+    failed = [cell for cell in cells if cell.kind == "line-up" and cell.status not in ("ok", "not run")]
+    return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names] + [
+        f"the line-up under {cell.defense}: {cell.status} ({cell.error})" for cell in failed
+    ]
 
 
 def _expected(cell: StoredCell) -> str:
@@ -271,6 +276,7 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         doubts=doubts,
         test=test,
         look=look,
+        line_up=line_up_risk(case, defense, [cells[cell.key] for cell in plan.of("line-up", text)]),
         warnings=(),
         utility=utility_row(case, _history(plan, cells, text), clean),
         gradient=observed.gradient,

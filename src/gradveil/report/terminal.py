@@ -56,6 +56,9 @@ def print_summary(summary: Summary, console: Console) -> None:
     for defense in summary.defenses:
         if defense.test:
             console.print(Text(f"Test of {plain(defense.spec)}: {words.evidence_line(defense.test)}.", "dim"))
+    for defense in summary.defenses:
+        if defense.line_up:
+            console.print(Text(f"Line-up under {plain(defense.spec)}: {words.line_up_sentence(defense)}"))
     if scope := words.training_scope(summary):
         console.print(Text(plain(scope), "dim"))
     if summary.victims_needed:

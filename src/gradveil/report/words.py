@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, MOST_UNSEEN
+from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.core.results import Rate, ScoreStatistics, Statistic
 from gradveil.core.text import duration, listing, plural, shorten
 from gradveil.summary import (
@@ -96,7 +97,7 @@ def recovered(defense: DefenseRow) -> str:
     )
 
 
-def explained(subject: Verdict | NoticeCode | Literal["recommendation"]) -> str:
+def explained(subject: Verdict | NoticeCode | Literal["recommendation", "line-up"]) -> str:
     """Where a verdict, a notice or the recommendation is explained."""
     return f"{GUIDE}#{subject.replace(' ', '-')}"
 
@@ -138,6 +139,26 @@ def _doubt(defense: DefenseRow, code: Doubt) -> str:
         "few-victims": "with so few victims a leak could have stayed unseen",
         "attacks-failed": "an attack that works without a defense, or the direct look, failed or did not run here",
     }[code]
+
+
+def line_up_sentence(defense: DefenseRow) -> str:
+    """The second risk: someone who has an image asks whether it was in the batch. Empty where there was no line-up."""
+    risk = defense.line_up
+    if risk is None:
+        return ""
+    rate, victims = risk.identified, len(risk.ranks)
+    first = f"{round(rate.rate * victims) or 'none'} of {plural(victims, 'image')} came first of {risk.m:,} by the update alone"
+    numbers = f"({percent(rate.rate)}, confidence interval {interval(rate)}, guessing {percent(rate.chance)})"
+    if risk.shown:
+        text = f"Whoever has an image can tell that it took part: {first} {numbers}"
+    else:
+        text = f"It was not shown that whoever has an image can tell that it took part: {first} {numbers}"
+    limit = risk.certificate
+    if limit is None:
+        return f"{text}.{'' if defense.control else ' The defense proves no limit.'}"
+    if risk.contradicts:
+        return f"{text}. The defense is said to prove {rounded_percent(limit.upper)} at most: one of the two is in error."
+    return f"{text}. The defense proves {rounded_percent(limit.upper)} at most, for {plural(limit.releases, 'release')}."
 
 
 def evidence_line(test: LeakTest) -> str:

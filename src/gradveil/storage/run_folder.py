@@ -70,6 +70,8 @@ class Outcome(Record):
     victims: tuple[ImageScores, ...] = ()  # attack
     likeness: tuple[tuple[float, ...], ...] = ()  # attack, look: per batch, of all victims and strangers of its classes
     sights: tuple[Sight, ...] = ()  # look: per victim
+    ranks: tuple[int, ...] = ()  # line-up: per victim, among its candidates
+    candidates: tuple[int, ...] = ()  # line-up: per victim, their number
     iterations: int | None = None  # attack
     granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims

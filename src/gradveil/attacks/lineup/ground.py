@@ -72,11 +72,12 @@ class Ground:
         self.batch_size = observation.knowledge.batch_size
         self.classes = self.task.num_outputs if self.task.has_classes else 1
         self.has_size = size_is_true(observation)  # the size of the update is that of the gradients
-        self.reading: WayToCompare = Filter(USUAL, free=True)
+        self.way: WayToCompare = Filter(USUAL, free=True)
         self.masks = False  # zeros are entries that were not sent
         self._use(state)
 
     def _use(self, state: Tensors) -> None:
+        self.state = state
         grey = torch.rand(COMPANIONS[0], *self.task.input_shape, generator=generator("line-up"))
         companions = grey if self.public is None else self.public.x[: min(max(COMPANIONS[0], self.batch_size), COMPANIONS[1])]
         self.gradients = SingleGradients(self.task, state, self.task.normalize(companions), self._clip)
@@ -122,16 +123,16 @@ class Ground:
         """Candidates with all that their comparison needs of them alone."""
         contributions = self.contributions(images, draw)
         faces = Faces(contributions, self.labels(images), contributions.squares())
-        if self.background is None or self.masks or isinstance(self.reading, Span):
+        if self.background is None or self.masks or isinstance(self.way, Span):
             return faces
         return replace(faces, cross=self.background.public.dot(contributions))
 
     def scores(self, sent: Sent, faces: Faces) -> Tensor:
         """One score per candidate; the highest fits best."""
-        if isinstance(self.reading, Span):
-            block = faces.contributions.blocks[self.reading.block]
+        if isinstance(self.way, Span):
+            block = faces.contributions.blocks[self.way.block]
             assert isinstance(block, LayerBlock)
-            return self.reading.scores(Directions.of(sent.blocks[self.reading.block], self.batch_size), block)
+            return self.way.scores(Directions.of(sent.blocks[self.way.block], self.batch_size), block)
         background, labels = self.background, faces.labels
         if self.masks:
             kept = [part.flatten().nonzero().flatten() for part in sent.blocks]
@@ -145,18 +146,18 @@ class Ground:
         scores = torch.zeros(len(labels), dtype=torch.double)
         for label in labels.unique():
             rows, others = labels == label, sent.others(int(label))
-            whitening = self.whitening(self.reading, background, others, sent)
+            whitening = self.whitening(self.way, background, others, sent)
             candidates = whitening.of(cross[:, :, rows], faces.squares[:, rows])
-            scores[rows] = self.reading.scores(whitening, candidates, Seen(public, along[:, rows]), others)
+            scores[rows] = self.way.scores(whitening, candidates, Seen(public, along[:, rows]), others)
         return scores
 
-    def whitening(self, reading: Filter, background: OtherImages, others: Tensor, sent: Sent) -> Whitening:
+    def whitening(self, way: Filter, background: OtherImages, others: Tensor, sent: Sent) -> Whitening:
         """The covariance of the others and of the noise. Where its size is free, the update is taken to be as large as
         the sum of the gradients is expected to be."""
         noise = sent.noise
-        if reading.free and noise:
+        if way.free and noise:
             mean = background.mean(sent.counts)
             expected = float((mean @ background.grams @ mean).sum() + (background.variances @ background.weights(others)).sum())
             left = sent.square - noise * float(background.public.entries.sum())
             noise *= expected / max(left, 1e-2 * sent.square)
-        return Whitening(background, others, reading.ridge, noise)
+        return Whitening(background, others, way.ridge, noise)

@@ -7,18 +7,22 @@ than a rebuilt picture: less must leak for it, and it reaches larger batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradveil.attacks.base import Target
 from gradveil.attacks.labels import infer_labels
 from gradveil.attacks.lineup.ground import Ground
+from gradveil.attacks.lineup.others import Filter
 from gradveil.attacks.lineup.rehearsal import prepare
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.core.observation import Observation
+from gradveil.core.progress import Steps
 from gradveil.core.randomness import generator
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
@@ -48,52 +52,64 @@ class LineUp:
     rehearsals: int = Field(default=24, ge=1)
     draws: int = Field(default=4, ge=1)
 
-    def scores(self, observations: Sequence[Observation], candidates: Candidates) -> list[Tensor]:
+    def scores(
+        self,
+        observations: Sequence[Observation],
+        candidates: Candidates,
+        *,
+        progress: Steps | None = None,
+        cache: Path | None = None,
+    ) -> list[Tensor]:
         """Per observation one score per candidate, in the order of its rows; the highest fits best.
 
-        An update that cannot be used gives all candidates the same score.
+        An update that cannot be used gives all candidates the same score. `cache` is a folder for what is trained once.
         """
-        answers = [torch.zeros(len(rows), dtype=torch.double) for rows in candidates.rows]
         usable = {i: unit_length(o) for i, o in enumerate(observations) if why_unusable(o) is None}
-        grounds: dict[object, Ground] = {}
+        answers = [torch.zeros(len(rows), dtype=torch.double) for rows in candidates.rows]
+        grounds, done = dict[object, Ground](), 0
         with torch.no_grad():
             for places in _alike(usable, candidates):
-                union = torch.cat([candidates.rows[i] for i in places]).unique()
-                for sightings in _by_state(usable[places[0]]):
-                    self._compare(usable, places, sightings, candidates, union, grounds, answers)
+                first = usable[places[0]]
+                for sightings in _by_state(first):
+                    state = first.seen[sightings[0]].state
+                    key = (id(first.model), id(state), first.knowledge.batch_size)
+                    if key not in grounds:
+                        grounds[key] = self._ground(first, state, cache)
+                    seen = {i: _mean([usable[i].seen[s].update.tensors for s in sightings]) for i in places}
+                    for i, scores in self._compare(grounds[key], usable, seen, len(sightings), candidates):
+                        answers[i] = answers[i] + scores
+                done += len(places)
+                if progress:
+                    progress(done, len(usable))
         return answers
 
     def _compare(
         self,
-        observations: dict[int, Observation],
-        places: Sequence[int],
-        sightings: Sequence[int],
+        shared: Ground,
+        observations: Mapping[int, Observation],
+        seen: Mapping[int, Tensors],
+        sightings: int,
         candidates: Candidates,
-        union: Tensor,
-        grounds: dict[object, Ground],
-        answers: list[Tensor],
-    ) -> None:
-        """Add the scores of these victims by these sightings, which are of one state."""
-        first = observations[places[0]]
-        state = first.seen[sightings[0]].state
-        key = (id(first.model), id(state), first.knowledge.batch_size)
-        if key not in grounds:
-            grounds[key] = prepare(first, state, self._public(first), self.public_images, self.rehearsals)
-        shared, images = grounds[key], candidates.images[union]
-        draws = self.draws if shared.is_random else 1
-        moves = first.update.kind == "delta" and first.knowledge.noise is None
-        faces = [] if moves else [shared.line_up(images, draw) for draw in range(draws)]
-        for i in places:
-            observation, rows = observations[i], torch.searchsorted(union, candidates.rows[i])
-            tensors = _mean([observation.seen[s].update.tensors for s in sightings])
-            ground = shared
-            if moves:  # between the weights before and after the local training
-                ground = shared.at(_between(state, tensors, observation.knowledge.norm))
-                faces = [ground.line_up(candidates.images[candidates.rows[i]], draw) for draw in range(draws)]
-                rows = torch.arange(len(rows))
-            sent = ground.sent(observation, tensors, _labels(observation), len(sightings))
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The scores of victims by the mean of their updates of one state; what candidates have in common is done once."""
+        draws, first = range(self.draws if shared.is_random else 1), observations[next(iter(seen))]
+        by_filter = isinstance(shared.way, Filter)
+        moves = first.update.kind == "delta" and first.knowledge.noise is None and by_filter
+        union = torch.cat([candidates.rows[i] for i in seen]).unique()
+        faces = [] if moves else [shared.line_up(candidates.images[union], draw) for draw in draws]
+        for i, tensors in seen.items():
+            ground, rows = shared, torch.searchsorted(union, candidates.rows[i])
+            if moves:  # gradients are those between the weights before and after the local training
+                between = {name: shared.state[name] + observations[i].knowledge.norm / 2 * t for name, t in tensors.items()}
+                ground, rows = shared.at({**shared.state, **between}), torch.arange(len(rows))
+                faces = [ground.line_up(candidates.images[candidates.rows[i]], draw) for draw in draws]
+            sent = ground.sent(observations[i], tensors, _labels(observations[i]), sightings)
             scores = torch.stack([ground.scores(sent, one.picked(rows)) for one in faces])
-            answers[i] = answers[i] + scores.logsumexp(0) - math.log(draws)
+            yield i, scores.logsumexp(0) - math.log(len(draws))
+
+    def _ground(self, observation: Observation, state: Tensors, cache: Path | None) -> Ground:
+        target = Target([observation], torch.zeros(1, observation.knowledge.batch_size), generator("line-up"), cache=cache)
+        return prepare(target, state, self._public(observation), self.public_images, self.rehearsals)
 
     def _public(self, observation: Observation) -> Batch | None:
         """Public images that the network takes, in random order."""
@@ -135,7 +151,3 @@ def _labels(observation: Observation) -> Tensor:
 
 def _mean(updates: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([update[name] for update in updates]).mean(0) for name in updates[0]}
-
-
-def _between(state: Tensors, difference: Tensors, norm: float) -> Tensors:
-    return {**state, **{name: state[name] + (norm / 2 * t).to(state[name]) for name, t in difference.items()}}

@@ -45,20 +45,20 @@ class Rehearsed(NamedTuple):
     rivals: Tensor
 
 
-def prepare(observation: Observation, state: Tensors, public: Batch | None, size: int, rounds: int) -> Ground:
+def prepare(target: Target, state: Tensors, public: Batch | None, size: int, rounds: int) -> Ground:
     """The ground of all victims of one state, with the way of comparing that did best in `rounds` rehearsals.
 
     Args:
-        observation: of one victim, at unit length.
+        target: one victim, at unit length.
         state: of the model.
         public: in random order.
         size: number of public images that tell what the others of a batch add.
         rounds: number of rehearsals.
     """
+    observation = target.first
     if public is None or len(public) < 4:
         return Ground(observation, state, None)
     held_out = min(HELD_OUT, len(public) // 3) if len(public) >= FEW else 0
-    target = Target([observation], torch.zeros(1, observation.knowledge.batch_size), generator("line-up"))
     client = copy_of_client(target, public)
     cost = cost_of_round(client, observation.state, public[:1])
     changes = bool({"data", "batch"} & set(client.defense.stages))
@@ -79,7 +79,7 @@ def _choose(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Non
     rehearsed = [r for o, rows in observed if (r := _rehearsed(ground, images, held_out, o, rows)) is not None]
     if rehearsed and not ground.masks:  # a covariance per mask would take long
         ways = _filters(ground, images, rehearsed) + _spans(ground, images, rehearsed)
-        _, ground.reading = max(ways, key=lambda way: way[0])
+        _, ground.way = max(ways, key=lambda way: way[0])
 
 
 def _rounds(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Iterable[tuple[Observation, Tensor]]:

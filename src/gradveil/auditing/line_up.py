@@ -1,0 +1,86 @@
+"""The line-up of an audit: who stands in it, and what the ranks of the victims say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.lineup import Candidates
+from gradveil.auditing.case import Case
+from gradveil.certification.certificate import Certificate
+from gradveil.core.errors import UserError
+from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
+from gradveil.defenses.base import Defense
+from gradveil.metrics import identification_rate
+from gradveil.protection.promise import certify
+from gradveil.storage.run_folder import StoredCell
+from gradveil.summary import LineUpRisk
+
+FEW = 10  # other private images of a class; with fewer, the candidates are of all classes
+
+
+class Drawn(NamedTuple):
+    """One line-up per batch: the candidates, and where the image of the batch stands, which no attack is told."""
+
+    candidates: Candidates
+    places: list[int]
+
+
+def draw_line_ups(case: Case) -> Drawn:
+    """Of each batch one image, among other private images of its class.
+
+    Victims and other private images are one random draw, alike in whether the model was trained on them. So chance is
+    exactly one in the number of candidates. Images of the same batch and copies of the victim do not stand beside it.
+    """
+    private, classes, rng = case.data.private, case.private_labels, generator(case.spec.seed, "line-up")
+    shuffled, wanted = torch.randperm(len(private), generator=rng), case.spec.candidates - 1
+    rows, places = list[Tensor](), list[int]()
+    for batch in case.victims:
+        victim = batch[torch.randint(len(batch), (), generator=rng)]
+        others = shuffled[~torch.isin(shuffled, batch)]
+        same = _different(private, others[classes[others] == classes[victim]], victim)
+        chosen = (same if len(same) >= FEW else _different(private, others, victim))[:wanted]
+        place = int(torch.randint(len(chosen) + 1, (), generator=rng))
+        rows.append(torch.cat([chosen[:place], victim[None], chosen[place:]]))
+        places.append(place)
+    return Drawn(Candidates(private, tuple(rows)), places)
+
+
+def _different(private: Batch, places: Tensor, victim: Tensor) -> Tensor:
+    """The places of images that are no copies of the victim."""
+    return places[~(private.x[places] == private.x[victim]).flatten(1).all(dim=1)]
+
+
+def ranks(scores: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
+    """The rank of each victim among its candidates; 1 is the first. Of candidates that fit alike the victim is last."""
+    return tuple(int((s >= s[place]).sum()) for s, place in zip(scores, places, strict=True))
+
+
+def line_up_risk(case: Case, defense: Defense, cells: Sequence[StoredCell]) -> LineUpRisk | None:
+    """What the line-up of one defense showed; None where it did not run."""
+    done = [cell for cell in cells if cell.status == "ok"]
+    if not done:
+        return None
+    (cell,) = done
+    if len(cell.ranks) != case.spec.victims or len(cell.candidates) != case.spec.victims:
+        raise UserError(f"cell {cell.key} does not hold the line-up of this audit; delete it and resume the audit.")
+    m, first = min(cell.candidates), torch.tensor([rank == 1 for rank in cell.ranks])
+    chance = sum(1 / candidates for candidates in cell.candidates) / len(cell.candidates)
+    rate = identification_rate(first, chance, len(first))
+    return LineUpRisk(m=m, identified=rate, ranks=cell.ranks, certificate=_certificate(case, defense, m))
+
+
+def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:
+    """The limit that the defense proves for what this audit saw; None where it proves none."""
+    training, (task, _) = case.training, case.task(defense)
+    if task.model.couples_images or training.sends_statistics or m < 2:
+        return None
+    sampling = "shuffled" if training.batch_size is not None else "full"
+    try:
+        return certify(defense, line_up=m, rounds=case.spec.updates, local_epochs=training.epochs, sampling=sampling)
+    except UserError:  # it has no proof, or no noise
+        return None
