@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from gradveil.certification.certificate import Certificate
+from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.results import GradientChange, Rate, Record, ScoreRow, ScoreStatistics, Status, StorableText
@@ -106,28 +106,6 @@ class DirectLook(Record):
     seen: int  # private images that are more alike to something sent than every stranger is
     tensor: StorableText  # where most of them are seen
     reading: StorableText
-
-
-class LineUpRisk(Record):
-    """A second risk: someone who has m candidate images of a class asks which of them was in the batch.
-
-    One image of every batch stands in a line-up. Nothing is rebuilt; candidates are compared by the updates they would cause.
-    """
-
-    m: int  # candidates, at the least
-    identified: Rate  # victims that came first
-    ranks: tuple[int, ...]  # per victim
-    certificate: Certificate | None = None  # the limit that the defense proves for what was seen; None: it proves none
-
-    @property
-    def shown(self) -> bool:
-        """Whether more victims were identified than guessing explains."""
-        return self.identified.low > self.identified.chance
-
-    @property
-    def contradicts(self) -> bool:
-        """Whether more were identified than the certificate allows: an error, here or in the mechanism."""
-        return self.certificate is not None and self.identified.low > self.certificate.upper
 
 
 class VictimsNeeded(Record):

@@ -71,7 +71,7 @@ def looked(case, leaks: dict[int, float] | None = None) -> Outcome:
 @pytest.fixture
 def suite_case(digits, monkeypatch):
     monkeypatch.setattr(plans, "suite_attacks", lambda *_: ["ig"])
-    return make(digits, attacks=["standard"])
+    return make(digits, attacks=["standard"], line_up=0)
 
 
 def test_what_is_seen_counts_beside_the_attacks(suite_case):

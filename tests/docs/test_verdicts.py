@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text(encoding="
 
 def test_each_verdict_and_each_warning_has_a_section_with_words_in_it() -> None:
     sections = dict(re.findall(r"^## ([^\n]+)\n\n(.+?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL))
-    assert set(sections) == {"The test", "recommendation", *get_args(Verdict), *get_args(NoticeCode)}
+    assert set(sections) == {"The test", "line-up", "recommendation", *get_args(Verdict), *get_args(NoticeCode)}
     codes = re.findall(r"^\| `([a-z-]+)` \|", sections["recommendation"], re.MULTILINE)
     assert codes == list(get_args(RejectionCode)), "each reason against a defense is explained"
     assert all(len(text.split()) > 8 for text in sections.values())
@@ -24,6 +24,6 @@ def test_each_verdict_and_each_warning_has_a_section_with_words_in_it() -> None:
 
 def test_links_of_reports_lead_to_these_sections() -> None:
     anchors = {title.lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
-    for subject in (*get_args(Verdict), *get_args(NoticeCode), "recommendation"):
+    for subject in (*get_args(Verdict), *get_args(NoticeCode), "recommendation", "line-up"):
         page, _, anchor = words.explained(subject).partition("#")
         assert page.endswith("/docs/verdicts.md") and anchor in anchors

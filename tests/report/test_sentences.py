@@ -30,6 +30,7 @@ from gradveil.auditing.notices import SAME, audit_notices, defense_notices
 from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import SUITE, AuditSpec
 from gradveil.auditing.verdict import Control, _rows, _verdict
+from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.results import GradientChange, Rate
 from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
@@ -39,7 +40,7 @@ from gradveil.report import print_summary, words, write_report
 from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import github_annotations
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import CaseFacts, DefenseRow, LeakTest, LineUpRisk, Summary, UtilityRow, VictimsNeeded, Worst
+from gradveil.summary import CaseFacts, DefenseRow, LeakTest, Summary, UtilityRow, VictimsNeeded, Worst
 
 LEVEL, CLASSES = 0.05, 4
 AUDITED = ("prune:ratio=0.9", "prune:ratio=0.99", "gaussian:std=0.1", "gaussian:std=1.0", "clip", "mixup", "clip+gaussian")

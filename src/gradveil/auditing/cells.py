@@ -322,7 +322,7 @@ def _line_up(work: Work) -> Result:
     candidates, places = draw_line_ups(case)
     method = LineUp(public_images=FEW_PUBLIC) if work.limits.second_try else LineUp()
     scores = method.scores(observations, candidates, progress=work.progress, cache=work.folder.cache)
-    return Outcome(ranks=ranks(scores, places), candidates=tuple(map(len, scores))), None
+    return Outcome(ranks=ranks(scores, places)), None
 
 
 # -- baseline: what is known without an update -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradveil.attacks.lineup import Candidates
 from gradveil.auditing.case import Case
 from gradveil.certification.certificate import Certificate
+from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch
@@ -18,7 +19,6 @@ from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
 from gradveil.protection.promise import certify
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import LineUpRisk
 
 FEW = 10  # other private images of a class; with fewer, the candidates are of all classes
 
@@ -55,9 +55,9 @@ def _different(private: Batch, places: Tensor, victim: Tensor) -> Tensor:
     return places[~(private.x[places] == private.x[victim]).flatten(1).all(dim=1)]
 
 
-def ranks(scores: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
-    """The rank of each victim among its candidates; 1 is the first. Of candidates that fit alike the victim is last."""
-    return tuple(int((s >= s[place]).sum()) for s, place in zip(scores, places, strict=True))
+def ranks(scores: Sequence[Tensor], places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Per victim its rank and the number of candidates. 1 is the first; of candidates that fit alike the victim is last."""
+    return tuple((int((s >= s[place]).sum()), len(s)) for s, place in zip(scores, places, strict=True))
 
 
 def line_up_risk(case: Case, defense: Defense, cells: Sequence[StoredCell]) -> LineUpRisk | None:
@@ -66,12 +66,12 @@ def line_up_risk(case: Case, defense: Defense, cells: Sequence[StoredCell]) -> L
     if not done:
         return None
     (cell,) = done
-    if len(cell.ranks) != case.spec.victims or len(cell.candidates) != case.spec.victims:
+    if len(cell.ranks) != case.spec.victims:
         raise UserError(f"cell {cell.key} does not hold the line-up of this audit; delete it and resume the audit.")
-    m, first = min(cell.candidates), torch.tensor([rank == 1 for rank in cell.ranks])
-    chance = sum(1 / candidates for candidates in cell.candidates) / len(cell.candidates)
-    rate = identification_rate(first, chance, len(first))
-    return LineUpRisk(m=m, identified=rate, ranks=cell.ranks, certificate=_certificate(case, defense, m))
+    order, candidates = zip(*cell.ranks, strict=True)
+    m, first = min(candidates), torch.tensor([rank == 1 for rank in order])
+    rate = identification_rate(first, sum(1 / count for count in candidates) / len(candidates), len(first))
+    return LineUpRisk(m=m, identified=rate, ranks=order, certificate=_certificate(case, defense, m))
 
 
 def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:

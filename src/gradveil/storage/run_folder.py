@@ -70,8 +70,7 @@ class Outcome(Record):
     victims: tuple[ImageScores, ...] = ()  # attack
     likeness: tuple[tuple[float, ...], ...] = ()  # attack, look: per batch, of all victims and strangers of its classes
     sights: tuple[Sight, ...] = ()  # look: per victim
-    ranks: tuple[int, ...] = ()  # line-up: per victim, among its candidates
-    candidates: tuple[int, ...] = ()  # line-up: per victim, their number
+    ranks: tuple[tuple[int, int], ...] = ()  # line-up: per victim, and the number of candidates
     iterations: int | None = None  # attack
     granted: tuple[StorableText, ...] = ()  # attack: what the adversary was told
     gradient: GradientChange | None = None  # observe: the mean over victims
@@ -164,8 +163,7 @@ class RunFolder:
             write_text(self.path / MARKER, _MARK)
             self._remove_leftovers()
             before = self.environment
-            taken = {"seconds": before.seconds} if before else {}
-            self._write("environment.json", run.environment.model_copy(update=taken))
+            self._write("environment.json", run.environment.model_copy(update={"seconds": before.seconds} if before else {}))
             text = yaml.safe_dump(dict(run.settings), sort_keys=False, allow_unicode=True)
             write_text(self.path / "audit.yaml", f"# gradveil {__version__}\n{text}")
             try:
