@@ -146,7 +146,7 @@ def test_a_victim_does_not_depend_on_the_others_or_on_the_order_of_candidates() 
     order = torch.arange(0, 90, 3)
     scores = LineUp().scores(both, Candidates(pool, (order, order)))
     (alone,) = LineUp().scores(both[1:], Candidates(pool, (order.flip(0),)))
-    assert torch.allclose(alone.flip(0), scores[1], rtol=1e-6)
+    assert torch.allclose(alone.flip(0), scores[1], rtol=1e-4)
     assert int(scores[0].argmax()) == 0 and int(scores[1].argmax()) == 1
 
 

@@ -6,7 +6,8 @@ batches. The way is the same for all victims, and chosen before anything of thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -73,16 +74,19 @@ def prepare(target: Target, state: Tensors, public: Batch | None, size: int, rou
 
 
 def _choose(ground: Ground, client: Client, held_out: Batch, rounds: int) -> None:
-    images, observed = ground.contributions(held_out), list(_rounds(ground, client, held_out, rounds))
-    if observed:
-        ground.masks = min(_zeros(o.update) for o, _ in observed) > _natural_zeros(ground, held_out) + ZEROS
+    updates = _rounds(ground, client, held_out, rounds)
+    observed = list(islice(updates, LEAST))
+    if observed and min(_zeros(o.update) for o, _ in observed) > _natural_zeros(ground, held_out) + ZEROS:
+        ground.masks = True  # each mask has a covariance, so that a comparison of ways would take long
+        return
+    observed, images = [*observed, *updates], ground.contributions(held_out)
     rehearsed = [r for o, rows in observed if (r := _rehearsed(ground, images, held_out, o, rows)) is not None]
-    if rehearsed and not ground.masks:  # a covariance per mask would take long
+    if rehearsed:
         ways = _filters(ground, images, rehearsed) + _spans(ground, images, rehearsed)
         _, ground.way = max(ways, key=lambda way: way[0])
 
 
-def _rounds(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Iterable[tuple[Observation, Tensor]]:
+def _rounds(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Iterator[tuple[Observation, Tensor]]:
     """Updates of held-out batches, and the places of their images."""
     state, rng = ground.observation.state, generator("line-up", "rehearsal")
     for i in range(rounds):
