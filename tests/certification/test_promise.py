@@ -30,6 +30,8 @@ Run = tuple[int, str, str]
         ("clip:norm=0.3+dpsgd:noise=2.4+gaussian:std=5", 2.4, "image"),
         ("clip:norm=0.5+gaussian:std=1", 2.0, "update"),
         ("dcs2+clip:norm=0.5+gaussian:std=1+prune", 2.0, "update"),
+        ("dpsgd:noise=2.4+percentile+svt", 2.4, "image"),
+        ("percentile+flower-local:sensitivity=2,epsilon=8+percentile", math.sqrt(2 * math.log(1.25e5)) / 4, "update"),
         ("opacus:noise_multiplier=1.1", 1.1, "image"),
         ("flower-central:noise_multiplier=0.7", 0.7, "update"),
         ("flower-local:clipping_norm=2,sensitivity=1,epsilon=0.5,delta=1e-5", math.sqrt(2 * math.log(1.25e5)), "update"),
@@ -48,6 +50,10 @@ def test_mechanisms_with_a_proof(spec: str, noise: float, bounded: str) -> None:
         ("none", "no proof"),
         ("prune", "no proof"),
         ("laplace", "no proof"),
+        ("percentile", "it draws nothing"),
+        ("svt", "No proof of that is known"),
+        ("gaussian:std=1+percentile", "nothing bounds what one image adds"),
+        ("flower-local+dcs2", "dcs2 comes after the noise"),
         ("graddefense", "no proof"),
         ("gaussian:std=1", "nothing bounds what one image adds"),
         ("gaussian:std=1+clip", "nothing bounds what one image adds"),
@@ -68,9 +74,9 @@ def test_others_have_none_and_say_why(spec: str, reason: str) -> None:
         gv.certify(spec, rounds=1)
 
 
-def test_of_all_defenses_by_their_defaults_only_one_has_a_proof() -> None:
+def test_of_all_defenses_by_their_defaults_only_two_have_a_proof() -> None:
     proven = [name for name in registry.names() if isinstance(mechanism_of(name), Mechanism)]
-    assert proven == ["dpsgd"]
+    assert proven == ["dpsgd", "flower-local"]
 
 
 def test_a_class_derived_from_a_proven_one_has_no_proof() -> None:
@@ -94,7 +100,7 @@ def test_the_noise_of_dpsgd_is_its_multiplier_times_the_length_of_one_image() ->
 
 
 def test_without_noise_nothing_is_promised() -> None:
-    for spec in ("dpsgd:noise=0", "clip+gaussian:std=0"):
+    for spec in ("dpsgd:noise=0", "clip+gaussian:std=0", "flower-local:sensitivity=0"):
         with pytest.raises(gv.UserError, match="nothing is promised without noise"):
             gv.certify(spec, rounds=1)
     assert gv.certify("dpsgd:noise=0", rounds=1, risk=0.05).noise == pytest.approx(0.6918, abs=1e-3)
@@ -189,7 +195,7 @@ def test_json_is_the_certificate(gradveil) -> None:  # type: ignore[no-untyped-d
         ("dpsgd --rounds 1 --line-up 1", "at least 2 candidates"),
         ("dpsgd --rounds 1 --sampling poisson", "needs --batch-size and --images, or --sample-rate"),
         ("dpsgd --rounds 1 --sampling sometimes", "sampling"),
-        ("flower-local:clipping_norm=1 --rounds 1", "sensitivity is missing"),
+        ("flower-local:epsilon=0 --rounds 1", "epsilon='0': input should be greater than 0"),
         ("opacuss --rounds 1", "no defense 'opacuss'"),
     ],
 )

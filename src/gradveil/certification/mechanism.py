@@ -116,20 +116,6 @@ class OpacusNoise(NamedMechanism):
 
 
 @settings
-class FlowerLocal(NamedMechanism):
-    """Flower's LocalDpMod: the client clips its whole update and adds noise for one round's ε by the classical formula."""
-
-    clipping_norm: float = Field(gt=0, allow_inf_nan=False)
-    sensitivity: float = Field(gt=0, allow_inf_nan=False)
-    epsilon: float = Field(gt=0, allow_inf_nan=False)
-    delta: float = Field(gt=0, lt=1)
-
-    def mechanism(self) -> Mechanism:
-        std = self.sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
-        return Mechanism("flower-local", std / self.clipping_norm, "update")
-
-
-@settings
 class FlowerCentral(NamedMechanism):
     """Flower's DifferentialPrivacy…FixedClipping: updates are clipped, and the server adds noise to their mean."""
 
@@ -143,11 +129,7 @@ class FlowerCentral(NamedMechanism):
         return Mechanism("flower-central", self.noise_multiplier, "update", conditions, by_client=False)
 
 
-MECHANISMS: dict[str, type[NamedMechanism]] = {
-    "opacus": OpacusNoise,
-    "flower-local": FlowerLocal,
-    "flower-central": FlowerCentral,
-}
+MECHANISMS: dict[str, type[NamedMechanism]] = {"opacus": OpacusNoise, "flower-central": FlowerCentral}
 
 
 def named_mechanism(text: str) -> Mechanism | None:

@@ -36,6 +36,7 @@ COUNTERS = {
     "clip-aware": ("clip:norm=1e-3", "clip:norm=1e-3+gaussian:std=1"),
     "soteria-drop": ("soteria", "soteria:layers=all,ratio=0.8"),
     "prune-mask": ("prune:ratio=0.5", "prune:ratio=0.98"),
+    "percentile-bounds": ("percentile:percentile=40,gamma=0.05", "percentile:percentile=98"),
     "precode-signal": ("precode:k=16", "precode:k=16+gaussian:std=1"),
     "dcs2-joint": ("dcs2:steps=100", "dcs2:steps=100+gaussian:std=1"),
 }

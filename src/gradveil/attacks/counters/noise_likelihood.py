@@ -18,17 +18,18 @@ from gradveil.attacks.matching.distances import L2, Cosine
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
-from gradveil.attacks.matching.problem import Match, Problem, residual
+from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.core.observation import Observation, Sighting
 from gradveil.core.types import Noise, Update
 from gradveil.defenses.gradient.dpsgd import DpSgd
 from gradveil.defenses.gradient.graddefense import GradDefense
+from gradveil.defenses.update.flower_local import FlowerLocal
 from gradveil.defenses.update.noise import Gaussian, Laplace
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 
 
-@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense), targets="any", version=2)
+@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense, FlowerLocal), targets="any", version=2)
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size.
 
@@ -45,22 +46,34 @@ class NoiseLikelihood(Attack):
         return None if observation.knowledge.noise else "the defense adds no noise of known size"
 
     def run(self, target: Target) -> Answer:
-        averaged = target.about([average(o) for o in target.observations], target.labels)
-        each = len(WEIGHTS)
+        averaged = target.about([self.average(o) for o in target.observations], target.labels)
+        insight, each = self.insight(target), len(WEIGHTS)
         weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
         steps = self.cost(target.workload).iterations
         match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
-        solution = solve(Problem(averaged, match))
-        misfit = residual(averaged, solution.x, L2()).unflatten(0, (-1, each))
-        expected = torch.tensor([expected_misfit(o) for o in target.observations])
+        solution = solve(Problem(averaged, match, insight))
+        misfit = residual(averaged, solution.x, L2(), insight).unflatten(0, (-1, each))
+        expected = torch.tensor([self.expected_misfit(o) for o in target.observations])
         pick = _smoothest(misfit, expected)
         rows = pick + torch.arange(len(pick)) * each
         return Answer(solution.x[rows], misfit.gather(1, pick[:, None]).squeeze(1), iterations=solution.iterations)
 
+    def average(self, observation: Observation) -> Observation:
+        """All updates of one batch on one model as one."""
+        return average(observation)
+
+    def insight(self, target: Target) -> Insight:
+        """Which entries count, and how much."""
+        return NOTHING
+
+    def expected_misfit(self, observation: Observation) -> float:
+        """The squared distance that the noise alone leaves."""
+        return expected_misfit(observation)
+
 
 def expected_misfit(observation: Observation) -> float:
     """The squared distance that the declared noise alone leaves, after averaging."""
-    noise, updates = observation.knowledge.noise or Noise(0.0), _same_state(observation)
+    noise, updates = observation.knowledge.noise or Noise(0.0), same_state(observation)
     return sum(t.numel() for t in updates[0].update.tensors.values()) * noise.std**2 / len(updates)
 
 
@@ -71,14 +84,15 @@ def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:
     return torch.where(fits.any(1), last, misfit.argmin(1))
 
 
-def _same_state(observation: Observation) -> list[Sighting]:
+def same_state(observation: Observation) -> list[Sighting]:
+    """The updates of the first batch on the first model."""
     first = observation.seen[0]
     return [s for s in observation.seen if s.state is first.state and s.group == first.group]
 
 
 def average(observation: Observation) -> Observation:
     """The mean of all updates of one batch on one model, as one sighting."""
-    same = _same_state(observation)
+    same = same_state(observation)
     names = same[0].update.tensors
     mean = {n: torch.stack([s.update.tensors[n] for s in same]).mean(0) for n in names}
     update = Update(mean, same[0].update.kind, same[0].update.examples)

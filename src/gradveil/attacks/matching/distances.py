@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-12  # against updates of length 1
+AT_LIMIT = 1 - 1e-5  # share of a limit from which on an entry is at it, but for rounding
+FEW, SMALLEST = 0.02, 0.05  # shares of the sent entries: exact ones that tell no size; ours that stay below the limit
 LEAST = 0.1  # cosine from which on our update gets its best size; below it a size of 0 would leave no slope
 
 
@@ -32,15 +34,42 @@ class Distance:
 
 
 def fitted(ours: Sequence[Tensor], target: Sequence[Tensor]) -> list[Tensor]:
-    """Our updates, each row multiplied by the number s ≥ 0 that brings it nearest to the target: ⟨a, b⟩ / ⟨a, a⟩.
+    """Our updates, each row multiplied by the number that brings it nearest to the target.
 
-    Distances of the result do not depend on the size of our update, and neither do their slopes, which go through s.
+    Distances of the result do not depend on the size of our update, and neither do their slopes, which go through it.
     """
+    return scaled(ours, best_size(ours, target))
+
+
+def scaled(tensors: Sequence[Tensor], sizes: Tensor) -> list[Tensor]:
+    """Each row multiplied by its number."""
+    return [t * _per_row(sizes, t) for t in tensors]
+
+
+def limited(ours: Sequence[Tensor], target: Sequence[Tensor], limits: Tensor) -> list[Tensor]:
+    """Our updates at their likely size. Where the target is at the limit of its row, what exceeds it is cut off.
+
+    An entry at the limit says only that it is at least as large. The other entries tell the size. Where they are too few,
+    nearly all that was sent reached the limit, so our update gets the size at which all but its smallest entries do.
+    """
+    below = [b.abs() < AT_LIMIT * _per_row(limits, b) for b in target]
+    exact = [[t * m for t, m in zip(side, below, strict=True)] for side in (ours, target)]
+    size, sent = best_size(*exact), (flat(target) != 0).sum(1)
+    unsized = (flat(exact[1]) != 0).sum(1) < FEW * sent
+    if bool(unsized.any()):
+        sizes = flat(ours).detach().abs().sort(1).values
+        smallest = sizes.gather(1, (sizes.shape[1] - 1 - ((1 - SMALLEST) * sent).long())[:, None].clamp_min(0)).squeeze(1)
+        size = torch.where(unsized, limits.to(size) / torch.where(smallest > 0, smallest, 1), size)
+    rows = zip(scaled(ours, size), target, below, strict=True)
+    return [torch.where(m, a, b.sign() * torch.minimum(b.sign() * a, b.abs())) for a, b, m in rows]
+
+
+def best_size(ours: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+    """One number s ≥ 0 per row, which brings s · ours nearest to the target: ⟨a, b⟩ / ⟨a, a⟩."""
     pairs = (ours, ours), (ours, target), (target, target)
     square, inner, wanted = (torch.stack([_inner(a, b) for a, b in zip(*p, strict=True)]).sum(0) for p in pairs)
     square = torch.where(square > 0, square, 1)
-    s = torch.maximum(inner / square, LEAST * torch.sqrt(wanted / square))
-    return [a * s.view(-1, *(1 for _ in a.shape[1:])) for a in ours]
+    return torch.maximum(inner / square, LEAST * torch.sqrt(wanted / square))
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -51,6 +80,11 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 def _rows(t: Tensor) -> Tensor:
     """Rows × entries, also of a parameter that is a single number."""
     return t.reshape(len(t), -1)
+
+
+def _per_row(values: Tensor, like: Tensor) -> Tensor:
+    """One value per row, for tensors with rows first."""
+    return values.to(like).view(-1, *(1 for _ in like.shape[1:]))
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

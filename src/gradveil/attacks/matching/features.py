@@ -98,7 +98,9 @@ class FeatureInversion(Attack):
         if head is None:  # the features are the images
             images = torch.stack([_filled(r.inputs, target.shape[1]) for r in readings])
             return Answer(images.view(target.shape), torch.tensor([r.error for r in readings]))
-        search = _Search(self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}))
+        search = _Search(
+            self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}, limits=insight.limits)
+        )
         inversion, matching = self._steps(target.workload)
         x, used = search.inverted(inversion), inversion
         if matching and search.is_determined:

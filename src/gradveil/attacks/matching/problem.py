@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Target
-from gradveil.attacks.matching.distances import Cosine, Distance, Nothing, RelativeL2, fitted
+from gradveil.attacks.matching.distances import Cosine, Distance, Nothing, RelativeL2, fitted, limited
 from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.optimizers import LBFGS, Adam, FirstOrder
 from gradveil.attacks.matching.priors import TV, Prior
@@ -48,18 +48,21 @@ class Insight:
         weights: tensor name → factors (victims × the tensor's shape, or broadcastable to it). Both updates are multiplied
             by them before they are compared; zeros and ones make a mask.
         keep: names of the tensors that are compared; None compares all.
+        limits: one per victim, in units of the observed update: entries beyond it were sent as the limit.
     """
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     keep: Sequence[str] | None = None
+    limits: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not self.weights and self.keep is None
+        return not self.weights and self.keep is None and self.limits is None
 
     def subset(self, victims: Sequence[int]) -> Insight:
         """The same for a selection of the victims."""
-        return replace(self, weights={name: factors[list(victims)] for name, factors in self.weights.items()})
+        weights = {name: factors[list(victims)] for name, factors in self.weights.items()}
+        return replace(self, weights=weights, limits=None if self.limits is None else self.limits[list(victims)])
 
 
 NOTHING = Insight()
@@ -116,6 +119,8 @@ class Problem:
         if rows.index is not None or rows.restarts > 1:
             observed = [t[victims] for t in observed]
         ours = self._weighted(updates, victims)
+        if self.insight.limits is not None:
+            return distance(limited(ours, observed, self.insight.limits[victims]), observed)
         return distance(ours if distance.scale_free else fitted(ours, observed), observed)
 
     def residual(self, x: Tensor, labels: Tensor | None = None) -> Tensor:

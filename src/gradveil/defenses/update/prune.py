@@ -33,8 +33,8 @@ class Prune(Defense):
     def update(self, tensors: Tensors, step: Step) -> Tensors:
         if self.scope == "global":
             cut = _cut(torch.cat([g.abs().flatten() for g in tensors.values()]), self.ratio)
-            return {name: g * (g.abs() >= cut) for name, g in tensors.items()}
-        return {name: g * (g.abs() >= _cut(g.abs().flatten(), self.ratio)) for name, g in tensors.items()}
+            return {name: g.masked_fill(g.abs() < cut, 0) for name, g in tensors.items()}
+        return {name: g.masked_fill(g.abs() < _cut(g.abs().flatten(), self.ratio), 0) for name, g in tensors.items()}
 
 
 def _cut(sizes: Tensor, ratio: float) -> Tensor:
