@@ -125,6 +125,7 @@ class CaseFacts(Record):
     loss: StorableText = "cross-entropy"
     victims: int
     batch_size: int
+    aggregate: int = 1  # clients, with a batch each, of which only the sum is seen
     local_steps: int
     local_lr: float | None = None  # None: one gradient is sent
     local_epochs: int = 1

@@ -239,14 +239,14 @@ def _longer_training(evidence: Evidence, codes: Collection[RejectionCode]) -> di
 def _victims(evidence: Evidence, coarse: bool) -> int | None:
     """How many victims suffice; None where the private images do not."""
     spec = evidence.spec
-    wanted = max(LEAST_BATCHES, -(-LEAST_IMAGES // spec.batch_size))
+    wanted = max(LEAST_BATCHES, -(-LEAST_IMAGES // spec.images))
     if coarse:
         needed = [n.victims for n in evidence.needed if n.share == MOST_UNSEEN]
         if needed == [None]:
             return None
         wanted = max(wanted, *(n or 0 for n in needed), 0)
     wanted = wanted if wanted > spec.victims else 2 * spec.victims  # the estimate was too low, or victims are untested
-    return wanted if wanted * spec.batch_size < evidence.private else None
+    return wanted if wanted * spec.images < evidence.private else None
 
 
 # -- where all leak, or cost too much ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,7 @@ from gradveil.auditing.spec import AuditSpec, written
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
 from gradveil.core.hashing import digest, short_hash, source_hash
-from gradveil.core.local_training import freeze
+from gradveil.core.local_training import LocalTraining, freeze
 from gradveil.core.losses import DEFAULT, check_loss, find_loss, loss_name
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.task import Task
@@ -51,7 +52,7 @@ class Case:
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
         self._try_loss()
         random = generator(spec.seed, "victims")
-        self.victims, self.strangers = draw_victims(self.private_labels, spec.victims, spec.batch_size, random)
+        self.victims, self.strangers = draw_victims(self.private_labels, spec.victims, spec.images, random)
         for defense in self.defenses.values():
             if "model" in defense.stages:  # a defense that does not fit the model is refused at once
                 self._try(defense)
@@ -72,6 +73,12 @@ class Case:
             raise UserError(f"defense '{defense.spec}' cannot change this model ({type(error).__name__}: {reason}).") from None
 
     # -- what is attacked --------------------------------------------------------------------------------------------
+
+    @property
+    def seen_training(self) -> LocalTraining:
+        """What the server takes to have been done: the mini-batches of clients that work side by side are one."""
+        size = self.training.batch_size
+        return replace(self.training, batch_size=None if size is None else size * self.spec.aggregate)
 
     def batch(self, victim: int) -> Batch:
         return self.data.private[self.victims[victim]]
@@ -105,7 +112,7 @@ class Case:
     def slots(self) -> Slots:
         """Which victims stand in which batch, and the strangers that they are tested against."""
         labels, victims = self.private_labels, self.victims.flatten()
-        batch = torch.arange(len(victims)) // self.spec.batch_size
+        batch = torch.arange(len(victims)) // self.spec.images
         return Slots(batch.numpy(), labels[victims].numpy(), labels[self.strangers].numpy())
 
     @cached_property
@@ -176,7 +183,8 @@ class Case:
 
     @cached_property
     def terms(self) -> dict[str, Any]:
-        return self.spec.terms() | self.names
+        summed = {"aggregate": self.spec.aggregate} if self.spec.aggregate > 1 else {}
+        return self.spec.terms() | summed | self.names
 
     @cached_property
     def id(self) -> str:

@@ -24,7 +24,7 @@ from gradveil.auditing.plan import Cell
 from gradveil.auditing.spec import CONTROL
 from gradveil.auditing.utility import CLIENTS, IMAGES
 from gradveil.auditing.work import Work, one_thread
-from gradveil.client import Client, prepare_client
+from gradveil.client import Client, prepare_client, summed_round
 from gradveil.core.errors import UserError, one_line
 from gradveil.core.loops import run_by
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
@@ -126,7 +126,7 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
         protected, data_secrets = client.protect(state, batch, v)
         for u in range(case.spec.updates):
             with seeded(case.spec.seed, v, u, "dropout"):
-                update, trace = client.round(state, batch, v, u, protected=protected)
+                update, trace = summed_round(client, state, batch, protected, case.spec.batch_size, v, u)
             stored |= {f"{v}/{u}/update/{n}": t for n, t in {**update.tensors, **update.others}.items()}
             if private:
                 stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
@@ -136,7 +136,7 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             broken_updates += not all(bool(t.isfinite().all()) for t in numbers)
             if u == 0:
                 with seeded(case.spec.seed, v, u, "dropout"):  # the same units are dropped
-                    reference, _ = undefended.round(plain_state, batch, v, u)
+                    reference, _ = summed_round(undefended, plain_state, batch, batch, case.spec.batch_size, v, u)
                 changes.append(update_change(update.tensors, reference.tensors))
                 agreements.append(least_agreement(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)
@@ -216,7 +216,7 @@ def _run_attack(work: Work, attack: Attack, observations: list[Observation]) -> 
     spec, limits = work.case.spec, work.limits
     memory = limits.memory
     if limits.second_try:
-        whole = Target(observations, torch.zeros(len(observations), spec.batch_size), TorchStream(), memory=memory)
+        whole = Target(observations, torch.zeros(len(observations), spec.images), TorchStream(), memory=memory)
         rows = min(whole.rows_at_once, len(observations) * attack.cost(whole.workload).rows)
         memory = row_bytes(whole.workload) * rows // 2
     run = partial(attack, seed=spec.seed, budget=spec.budget, progress=work.progress, memory=memory, cache=work.folder.cache)
@@ -244,10 +244,11 @@ def _observations(work: Work, task: Task, state: Tensors) -> tuple[list[Observat
             task,
             [Sighting(state, update) for update in sent],
             level=case.spec.knowledge,
-            training=training,
+            training=case.seen_training,
             defense=work.defense,
             public=case.public,
             trace=trace,
+            aggregate=case.spec.aggregate,
         )
         observations.append(observation)
         traces.append(trace)

@@ -81,6 +81,13 @@ def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:
         return None
     sampling = "shuffled" if training.batch_size is not None else "full"
     try:
-        return certify(defense, line_up=m, rounds=case.spec.updates, local_epochs=training.epochs, sampling=sampling)
+        return certify(
+            defense,
+            line_up=m,
+            rounds=case.spec.updates,
+            local_epochs=training.epochs,
+            sampling=sampling,
+            aggregate=case.spec.aggregate,
+        )
     except UserError:  # it has no proof, or no noise
         return None

@@ -30,6 +30,10 @@ def not_tested(case: Case) -> tuple[str, ...]:
         items.append("an adversary that sees several updates of the same images")
     if not spec.suite:
         items.append("whether images can be seen in the updates without an attack (part of the suite)")
+    if spec.aggregate > 1:
+        items.append(
+            "a server that sees single updates, or that controls other clients of a sum (secure aggregation is assumed)"
+        )
     if not spec.candidates:
         items.append("whether someone who has an image can tell that it took part (the line-up)")
     items.append("attacks that are not in this audit, or not yet published")

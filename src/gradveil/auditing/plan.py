@@ -156,7 +156,7 @@ def cost_of(case: Case, cell: Cell) -> Cost:
         return Cost(0)
     task, _ = case.task(case.defenses[cell.defense])
     images = 0 if case.public is None else len(case.public)
-    work = Workload(task, case.spec.budget, case.spec.batch_size, case.training, images)
+    work = Workload(task, case.spec.budget, case.spec.images, case.seen_training, images)
     return case.attack(cell.attack).cost(work)
 
 

@@ -57,6 +57,9 @@ class AuditSpec(BaseModel):
     without: Annotated[tuple[str, ...], OUTSIDE_CASE] = Field((), description="Attack of the suite that is left out; repeat.")
     victims: int = Field(8, ge=1, description="Private batches that are attacked.")
     batch_size: int = Field(1, ge=1, description="Images in a batch.")
+    aggregate: Annotated[int, OUTSIDE_CASE] = Field(  # a term of the case where it is not 1, see `Case.terms`
+        1, ge=1, description="Clients of which the server sees only the sum of updates: secure aggregation is assumed."
+    )
     weights: str | None = Field(None, description="File with the model's weights: safetensors, or a checkpoint of torch.")
     mode: Mode = Field("train", description="What dropout and BatchNorm do on a client: train or eval.")
     local_steps: int = Field(1, ge=1, description="SGD steps on the whole batch per update. [1: a gradient]")
@@ -91,6 +94,11 @@ class AuditSpec(BaseModel):
     def suite(self) -> Suite | None:
         """The suite among the attacks."""
         return next((suite for attack in self.attacks if (suite := suite_named(attack))), None)
+
+    @property
+    def images(self) -> int:
+        """Private images behind what the server sees."""
+        return self.batch_size * self.aggregate
 
     @property
     def candidates(self) -> int:
@@ -133,6 +141,8 @@ class AuditSpec(BaseModel):
     def _one_training(self) -> AuditSpec:
         if self.line_up == 1:
             raise UserError("a line-up needs at least 2 candidates; --line-up 0 leaves it out.")
+        if self.aggregate > 1 and self.knowledge == "upper-bound":
+            raise UserError("--aggregate hides what single clients draw; --knowledge upper-bound would grant it.")
         if self.trained_rounds and self.trained_epochs:
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
         if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):

@@ -50,6 +50,7 @@ class Knowledge:
     labels: Tensor | None = None  # of the images fed, when granted
     public: Batch | None = None  # data of the same kind that anyone may have
     secrets: Mapping[str, Tensor] = field(default_factory=dict)
+    aggregate: int = 1  # clients, with equal numbers of these images, of whose updates only the mean is seen
     norm: float = 1.0  # length of the updates as they were sent; updates, `noise` and `clip_norm` are in units of it
     entries: int = 1  # of an update
 
@@ -68,22 +69,26 @@ class Knowledge:
     def noise(self) -> Noise | None:
         """The noise that the defense declares for this batch size, or None.
 
-        Relative noise has a size at unit length alone: the length sent is that of update and noise together.
+        Relative noise has a size at unit length alone: the length sent is that of update and noise together. In a mean of
+        several clients it has none.
         """
-        noise = self.defense.added_noise(self.batch_size) if self.defense else None
+        noise = self.defense.added_noise(self.batch_size // self.aggregate) if self.defense else None
         if noise is None or not noise.relative:
-            return noise and noise._replace(std=noise.std / self.norm)
+            return noise and noise._replace(std=noise.std / self.norm / math.sqrt(self.aggregate))
+        if self.aggregate > 1:
+            return None
         return Noise(noise.std / math.sqrt(self.entries * (1 + noise.std**2)), noise.law)
 
     @property
     def clip_norm(self) -> float | None:
         """The largest norm of an update that the defense declares for this batch size, or None."""
-        bound = self.defense.clip_norm(self.batch_size) if self.defense else None
+        bound = self.defense.clip_norm(self.batch_size) if self.defense and self.aggregate == 1 else None
         return bound and bound / self.norm
 
     def granted(self) -> list[str]:
         """In words, for the report."""
-        items = [f"batch size {self.batch_size}", f"local training ({self.training.kind})"]
+        clients = f" over {self.aggregate} clients" if self.aggregate > 1 else ""
+        items = [f"batch size {self.batch_size}{clients}", f"local training ({self.training.kind})"]
         if self.defense is not None:
             items.append("the defense and its settings")
         if self.labels is not None:
@@ -161,6 +166,7 @@ def observe(
     defense: DefenseSettings | None = None,
     public: Batch | None = None,
     trace: Trace | None = None,
+    aggregate: int = 1,
 ) -> Observation:
     """The one door between client and adversary: copies what was sent, and of the trace only what `level` grants."""
     labels, secrets = None, {}
@@ -181,6 +187,7 @@ def observe(
         labels=labels,
         public=public,
         secrets=secrets,
+        aggregate=aggregate,
         entries=sum(t.numel() for t in sightings[0].update.tensors.values()),
     )
     return Observation(task, sightings, knowledge)

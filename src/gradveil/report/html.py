@@ -127,7 +127,7 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
     judged = {(v.victim, v.image): v.identified for v in defense.worst.by_victim} if defense.worst else {}
     identified = bool(judged.get(image.place, image.identified))  # by all attacks together, as the sentence above says
     scores = f"PSNR {words.digits(image.psnr, 1)} dB, SSIM {words.digits(image.ssim)}, {'not ' * (not identified)}identified"
-    text = f"Worst case: {who(image.place, case.batch_size > 1)}, rebuilt by {cell.attack}: {scores}."
+    text = f"Worst case: {who(image.place, case.batch_size * case.aggregate > 1)}, rebuilt by {cell.attack}: {scores}."
     original, rebuilt = shown.originals.get(defense.spec), shown.rebuilt.get(cell.key)
     if original is None or rebuilt is None or image.place not in shown.places:
         return WorstCase(text, None, None)
@@ -140,7 +140,7 @@ def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pict
 
 def galleries(run: RunFolder, summary: Summary, shown: Pictures) -> Iterator[Gallery]:
     """For every defense the originals, what was fed where that differs, and each attack's reconstructions."""
-    many = summary.case.batch_size > 1
+    many = summary.case.batch_size * summary.case.aggregate > 1
     for defense in summary.defenses:
         original = shown.originals.get(defense.spec)
         drawn = [(r, c, s) for r, c in attacked(run, defense) if (s := shown.rebuilt.get(c.key))]
