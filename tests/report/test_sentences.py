@@ -238,6 +238,8 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         assert words.verdict_sentence(defense) == words.verdict_sentence(defense.model_copy(update={"line_up": None}))
         if risk is None:
             continue
+        assert words.risk_bar(risk) in said["page"]
+        assert ("no limit is proved" in words.risk_bar(risk)) == (risk.certificate is None)
         assert sentence in said["page"] and f"Line-up under {defense.spec}: {sentence}" in said["terminal"]
         assert sentence.startswith("Whoever has an image can tell") == (risk.identified.low > risk.identified.chance)
         assert sentence.startswith("It was not shown") == (risk.identified.low <= risk.identified.chance)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, MOST_UNSEEN
 from gradveil.certification.certificate import percent as rounded_percent
+from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.results import Rate, ScoreStatistics, Statistic
 from gradveil.core.text import duration, listing, plural, shorten
 from gradveil.summary import (
@@ -159,6 +160,14 @@ def line_up_sentence(defense: DefenseRow) -> str:
     if risk.contradicts:
         return f"{text}. The defense is said to prove {rounded_percent(limit.upper)} at most: one of the two is in error."
     return f"{text}. The defense proves {rounded_percent(limit.upper)} at most, for {plural(limit.releases, 'release')}."
+
+
+def risk_bar(risk: LineUpRisk) -> str:
+    """What the bar of a line-up shows: the range that the attack leaves open, and the limit that is proved."""
+    rate, limit = risk.identified, "no limit is proved"
+    if risk.certificate is not None:
+        limit = f"proved limit (line) {rounded_percent(risk.certificate.upper)}"
+    return f"From 0 to 100%: identified (dot) {percent(rate.rate)}, interval (bar) {interval(rate)}, {limit}"
 
 
 def evidence_line(test: LeakTest) -> str:
