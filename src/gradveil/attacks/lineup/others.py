@@ -26,12 +26,16 @@ class OtherImages:
 
     def __init__(self, public: Contributions, labels: Tensor, classes: int):
         self.public, self.labels, self.classes = public, labels, classes
-        self.grams = public.dot(public)  # blocks × P × P
         member = torch.nn.functional.one_hot(labels, classes).double()
         self.sizes = member.sum(0)
         # Rows that average a class; the mean of all images where a class has none.
         averages = torch.where(self.sizes[:, None] > 0, member.T / self.sizes.clamp_min(1)[:, None], 1 / len(labels))
         self.member, self.averages = member, averages
+
+    @cached_property
+    def grams(self) -> Tensor:
+        """Blocks × P × P: inner products."""
+        return self.public.dot(self.public)
 
     @cached_property
     def variances(self) -> Tensor:
