@@ -53,7 +53,8 @@ def spec_of(step: NextStep) -> AuditSpec:
     options = parser_of(audit_command.command).make_context("audit", words[2:]).params
     names = {name: value for name, value in options.items() if value not in (None, [], ())}
     fields = {name: value for name, value in names.items() if name in AuditSpec.model_fields}
-    return make_spec(fields)
+    trainings = {name.removeprefix("utility_"): value for name, value in names.items() if name.startswith("utility_")}
+    return make_spec(fields | ({"utility": trainings} if trainings else {}))
 
 
 # -- recommendations that were made and were wrong ----------------------------------------------------------------------
