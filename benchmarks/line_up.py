@@ -117,9 +117,7 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     head = ("defense", "picture", "identified by pictures", "PSNR", "first in the line-up", "m", "limit")
     rows = [row for part in parts.values() if len(part["defenses"]) > 1 for row in part["defenses"]]
     yield from table(head, map(defended, rows))
-    yield from commands(
-        "The commands; `mlp` is in benchmarks/line_up.py:", (p["command"] for p in parts.values())
-    )
+    yield from commands("The commands; `mlp` is in benchmarks/line_up.py:", (p["command"] for p in parts.values()))
 
 
 def undefended(part: dict[str, Any]) -> Iterable[object]:
