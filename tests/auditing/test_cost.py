@@ -190,7 +190,7 @@ def test_the_printed_command_gives_the_same_spec() -> None:
         "model": "cnn", "seeds": 5, "lr_grid": [0.5, 1, 2], "rounds": 7, "clients": 4, "images": 30, "sampled": 2,
         "partition": "dirichlet:alpha=0.5", "fedsgd": False, "local_epochs": 2, "batch_size": 16, "accumulate": 2,
         "optimizer": "sgd:nesterov=true,momentum=0.9", "lr": 0.3, "momentum": 0.5, "weight_decay": 0.01, "mode": "eval",
-        "schedule": "exponential:gamma=0.9", "evaluate_every": 2, "defended": 2,
+        "schedule": "exponential:gamma=0.9", "evaluate_every": 2, "defended": 2, "sampling": "poisson",
     }  # fmt: skip
     assert set(utility) == set(UtilityTraining.model_fields)
     spec = make_spec({"utility": utility, "defenses": ["dpsgd:noise=0.5"], "victims": 3, "max_loss": 5.0})

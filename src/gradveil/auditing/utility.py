@@ -18,7 +18,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalTraining, optimizer
 from gradveil.core.settings import build, fields_of
 from gradveil.core.text import plural
-from gradveil.core.types import Mode
+from gradveil.core.types import BatchSampling, Mode
 from gradveil.federation import FederationPlan
 
 CLIENTS = 10  # that take part in a round
@@ -54,6 +54,7 @@ class UtilityTraining(BaseModel):
     local_epochs: int | None = Field(None, ge=1, description="Passes over a client's images per round. [as audited]")
     batch_size: int | None = Field(None, ge=1, description="Images in a mini-batch. [as audited]")
     accumulate: int | None = Field(None, ge=1, description="Mini-batches per step. [as audited]")
+    sampling: BatchSampling | None = Field(None, description="shuffled or poisson. [as audited]")
     optimizer: str | None = Field(None, description="Of local training. [as audited]")
     lr: float | None = Field(None, gt=0, description="Its learning rate, around which the grid lies. [as audited, or 0.05]")
     momentum: float | None = Field(None, ge=0, lt=1, description="Of the same optimizer. [as audited; 0.9 with FedSGD]")
@@ -89,6 +90,7 @@ class UtilityTraining(BaseModel):
         if differences:
             values |= {"local_epochs": audited.epochs, "lr": audited.lr, "accumulate": audited.accumulate}
             values |= {"batch_size": audited.batch_size or batch_size, "optimizer": self._optimizer(audited)}
+            values["sampling"] = audited.sampling
         elif fedsgd:
             values["batch_size"] = batch_size
         names = {field.name for field in dataclasses.fields(FederationPlan)} - {"clients", "sampled", "fedsgd"}
