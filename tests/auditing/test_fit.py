@@ -32,7 +32,8 @@ def case(**changes: object) -> Case:
     torch.manual_seed(0)
     x, y = torch.rand(200, 1, 6, 6), torch.arange(200) % 2
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Sigmoid(), nn.Linear(8, 2))
-    return Case(make_spec({"data": (x, y), "model": model, "victims": 16, "defenses": ["prune:ratio=0.5"], **changes}))
+    settings = {"victims": 16, "defenses": ["prune:ratio=0.5"], "line_up": 0, **changes}
+    return Case(make_spec({"data": (x, y), "model": model, **settings}))
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell takes a time that is known, half of it whatever the number of victims; `linear` does not apply."""
 
     def seconds(self: Estimate, cell: Cell) -> CellTime:
-        work = {**SECONDS, **COUNTERS, "utility": 100.0}.get(cell.attack or cell.kind, 0.0)
+        work = {**SECONDS, **COUNTERS, "utility": 100.0, "line-up": 10.0}.get(cell.attack or cell.kind, 0.0)
         return CellTime(work, work, "not here" if cell.attack == "linear" else None, work / 2)
 
     monkeypatch.setattr(Estimate, "cell", seconds)
@@ -62,6 +63,18 @@ def test_what_does_not_fit_is_left_out_in_the_stated_order() -> None:
     assert tried.choose(START + 60) == without_counter
     assert tried.choose(START + 20) == Settings(4, frozenset({"prune-mask", "swift"}), utility=False)
     assert tried.choose(START + 1) == pytest.approx(START + 2.5)  # closed forms stay
+
+
+@pytest.mark.usefixtures("known_times")
+def test_the_line_up_goes_before_victims_do_and_that_is_a_setting_and_said() -> None:
+    tried = Fit(case(line_up=50), 1)
+    tried.slowness = 1.0
+    assert tried.choose(START + 134) == Settings(16)  # under two defenses: 114, and 20 of the line-ups
+    assert tried.choose(START + 133) == Settings(16, line_up=False)
+    assert tried.choose(START + 113) == Settings(15, line_up=False)
+    fitted = fit(case(line_up=50, budget="quick"), 2, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
+    assert fitted.case.spec.line_up == 0 and "left out: the line-up; expected" in fitted.note
+    assert "line-up" not in {cell.kind for cell in make_plan(fitted.case)}
 
 
 @pytest.mark.usefixtures("known_times")

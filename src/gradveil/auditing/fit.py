@@ -1,11 +1,11 @@
 """The best audit that fits in a number of minutes: settings are chosen before it begins, and written down like any others.
 
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
-among its first nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; counters;
-`swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed forms and the
-inversion of features, which are fast) and attacks that were named stay. If that is still too long, as many steps as fit of one
-search take the place of all others: of `features` where it applies to the control, else of `ig`. The accuracy is measured
-after all where what was left out later makes room for it.
+neither among its first nor `swift` nor counters of a defense; the line-up; victims, as long as enough are left for a verdict;
+counters; `swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed
+forms and the inversion of features, which are fast) and attacks that were named stay. If that is still too long, as many
+steps as fit of one search take the place of all others: of `features` where it applies to the control, else of `ig`. The
+accuracy is measured after all where what was left out later makes room for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT, FEATURES = "swift", "features"
 LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000  # of what replaces them; with enough, the accuracy comes first
-CHOSEN = ("attacks", "victims", "budget", "without")  # settings of an audit
+CHOSEN = ("attacks", "victims", "budget", "without", "line_up")  # settings of an audit
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Settings:
     victims: int
     without: frozenset[str] = frozenset()
     utility: bool = True
+    line_up: bool = True
     steps: int = 0  # iterations of a short search, in place of longer ones
 
 
@@ -84,7 +85,8 @@ class Fit:
 
     @staticmethod
     def _kept(cell: Cell, settings: Settings) -> bool:
-        return cell.attack not in settings.without and (settings.utility or cell.kind != "utility")
+        left_out = {"utility": not settings.utility, "line-up": not settings.line_up}
+        return cell.attack not in settings.without and not left_out.get(cell.kind, False)
 
     def attacks(self, wanted: Callable[[str], bool]) -> list[str]:
         """Those of the suite that are wanted, by the time that they take under all defenses, the longest first."""
@@ -120,6 +122,7 @@ class Fit:
         for change in (
             *(["utility"] if case.spec.utility else []),
             *self.attacks(lambda name: name not in counters | first | {SWIFT}),
+            *(["line_up"] if case.spec.candidates else []),
             *(range(case.spec.victims - 1, self._least_victims() - 1, -1)),
             *self.attacks(lambda name: name in counters - first),
             *self.attacks(lambda name: name in last),
@@ -130,6 +133,8 @@ class Fit:
                 settings = replace(settings, victims=change)
             elif change == "utility":
                 settings = replace(settings, utility=False)
+            elif change == "line_up":
+                settings = replace(settings, line_up=False)
             else:
                 settings = replace(settings, without=settings.without | {change})
         if self.seconds(settings) <= limit:
@@ -179,11 +184,14 @@ def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
         case = Case(case.spec.model_copy(update={"budget": lower}))
     kept = [text for text in sorted(chosen.without) if text not in asked.without]
     changes: dict[str, object] = {"victims": chosen.victims, "without": (*asked.without, *kept)}
+    if not chosen.line_up:
+        changes["line_up"] = 0
     if chosen.steps:
         changes["attacks"] = (*asked.attacks, tried.short_search(chosen.steps))
     cost = sum(tried.times[cell.key].seconds for cell in tried.cells if cell.kind == "utility")
     left_out = {} if chosen.utility else {"utility": cost}
-    left = [*kept, *(f"the accuracy ({clock_text(seconds)} of one core)" for seconds in left_out.values())]
+    left = kept if chosen.line_up else [*kept, "the line-up"]
+    left = [*left, *(f"the accuracy ({clock_text(seconds)} of one core)" for seconds in left_out.values())]
     left += [f"budget {asked.budget}"] if case.spec.budget != asked.budget else []
     victims = f"{chosen.victims} of {plural(asked.victims, 'victim')}"
     text = f"--minutes {minutes:g}: {victims}, budget {case.spec.budget}; left out: {', '.join(left) or 'nothing'}; "
