@@ -7,10 +7,13 @@ The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/anal
 2. Each input is inverted through the layers before it. A step is one forward and one backward pass: no derivative of a
    gradient. ReLUs are left as they are, but let a share of the error pass where they are closed; without it a unit that is
    closed by mistake never opens, and the search ends a thousand times further from the features.
-3. Steps are taken in coordinates of natural images, coarse structure first, from several starts at once. The half of them
-   that is nearer to features and gradients is kept, and their mean taken: where they differ, nothing was known.
+3. Steps are taken in coordinates of natural images, coarse structure first, from several starts at once.
 4. From these images the gradients of the layers before are matched too, since the signals at the cut are known: where
-   features and gradients are more numbers than the pixels.
+   features and gradients are more numbers than the pixels. From every start it is under a firmer prior, since kinks keep
+   gradients from a fit.
+5. The half of the images that is nearer to features and gradients is kept, and their mean taken: where they differ,
+   nothing was known. This comes before step 4 where the features alone are more numbers than the pixels, or the budget
+   does not suffice to match from every start.
 """
 
 import math
@@ -43,16 +46,18 @@ SPREAD = 0.3  # of the starts, in standard deviations of natural images
 SMOOTH = 0.5  # weight of total variation, as a share of that of the prior
 WEAK = 0.01  # weight of the prior where features are more numbers than the pixels, as a share of that elsewhere
 FINER = 0.25  # step size while gradients are matched, as a share of that before
+FIRMER = 3.0  # weight of the prior while gradients are matched from every start, as a multiple of that before
+FEW = 4  # starts for which the budget need not suffice
 
 
-@attack("features", targets="unused", version=4)
+@attack("features", targets="unused", version=5)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 
     Args:
         steps: first-order steps of the inversion, scaled by the budget.
         matching: steps that also match the gradients of the layers before, scaled by the budget.
-        starts: starts per victim.
+        starts: starts per victim; on large networks as few as four.
         prior: weight of how unlikely an image is.
         lr: step size of Adam, in standard deviations of natural images.
         slope: share of the error that passes a closed ReLU.
@@ -61,7 +66,7 @@ class FeatureInversion(Attack):
 
     steps: int = Field(default=600, ge=1)
     matching: int = Field(default=300, ge=0)
-    starts: int = Field(default=4, ge=1)
+    starts: int = Field(default=8, ge=1)
     prior: float = Field(default=0.05, ge=0)
     lr: float = Field(default=0.2, gt=0)
     slope: float = Field(default=0.1, ge=0, le=1)
@@ -80,7 +85,8 @@ class FeatureInversion(Attack):
     def cost(self, work: Workload) -> Cost:
         """A step of the inversion takes about a third of an evaluation with the derivative of an update."""
         inversion, matching = self._steps(work)
-        return Cost(inversion // 3 + matching, self.starts)
+        starts = self._starts(work)
+        return Cost(inversion // 3 + (matching if self._matches_every_start(work) else matching // starts), starts)
 
     def run(self, target: Target) -> Answer:
         readings = read_each(target, layer_inputs)
@@ -102,13 +108,28 @@ class FeatureInversion(Attack):
             self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}, limits=insight.limits)
         )
         inversion, matching = self._steps(target.workload)
-        x, used = search.inverted(inversion), inversion
+        x, used = search.inverted(inversion, self._starts(target.workload)), inversion
         if matching and search.is_determined:
-            x, used = search.descend(x, matching, self.lr * FINER, RelativeL2()), used + matching
+            every = not search.is_wide and self._matches_every_start(target.workload)
+            x = search.matched(x, matching, FIRMER) if every else search.matched(search.mean(x), matching)
+            used += matching
+        x = search.mean(x)
         return Answer(x, search.score(x), iterations=used)
 
     def _steps(self, work: Workload) -> tuple[int, int]:
         return work.steps(self.steps), work.steps(self.matching, least=50) if self.matching else 0
+
+    def _starts(self, work: Workload) -> int:
+        """As many as the budget allows, and a few in any case."""
+        return min(self.starts, max(FEW, work.evaluations // self._evaluations(work)))
+
+    def _matches_every_start(self, work: Workload) -> bool:
+        return self._starts(work) * self._evaluations(work) <= work.evaluations
+
+    def _evaluations(self, work: Workload) -> int:
+        """Of one start that is inverted and matched."""
+        inversion, matching = self._steps(work)
+        return max(1, inversion // 3 + matching)
 
 
 UNREADABLE = "the first fully connected layer does not give away its inputs"
@@ -143,20 +164,37 @@ class _Search:
         sent = sum(t.numel() for t in self.head.target.first.update.tensors.values())
         return sent + images * self.head.features.shape[2] >= images * math.prod(pixels)
 
-    def inverted(self, steps: int) -> Tensor:
-        """Step 3: one row of images per victim."""
-        victims, starts = self.head.target.shape[0], self.settings.starts
-        x = self.descend(self.coordinates.draw(self.head.target, starts, SPREAD), steps, self.settings.lr, Nothing())
-        nearest = self.score(x).unflatten(0, (victims, starts)).argsort(1)[:, : (starts + 1) // 2]
-        kept: Tensor = x.unflatten(0, (victims, starts))[torch.arange(victims)[:, None], nearest]
+    def inverted(self, steps: int, starts: int) -> Tensor:
+        """Step 3: images from every start, victims · starts first."""
+        x = self.coordinates.draw(self.head.target, starts, SPREAD)
+        return self._descend(x, steps, self.settings.lr, Nothing(), self.weight)
+
+    def matched(self, x: Tensor, steps: int, firmer: float = 1.0) -> Tensor:
+        """Step 4."""
+        return self._descend(x, steps, self.settings.lr * FINER, RelativeL2(), self.weight * firmer)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Step 5: one row of images per victim."""
+        victims = self.head.target.shape[0]
+        rows = x.unflatten(0, (victims, -1))
+        nearest = self.score(x).unflatten(0, (victims, -1)).argsort(1)[:, : (rows.shape[1] + 1) // 2]
+        kept: Tensor = rows[torch.arange(victims)[:, None], nearest]
         return kept.mean(1)
 
-    def descend(self, x: Tensor, steps: int, lr: float, distance: Distance) -> Tensor:
+    @property
+    def is_wide(self) -> bool:
+        """Whether the features alone are more numbers than the pixels."""
+        return self.head.features.shape[2] >= math.prod(self.head.target.shape[2:])
+
+    @property
+    def weight(self) -> float:
+        """Of the prior. Wide features leave little open: it would only blur."""
+        return self.settings.prior * (WEAK if self.is_wide else 1)
+
+    def _descend(self, x: Tensor, steps: int, lr: float, distance: Distance, weight: float) -> Tensor:
         """Better images from `x`, victims · restarts first."""
-        # Features that are more numbers than the pixels leave little open: a prior only blurs, and fine structure is left.
-        wide = self.head.features.shape[2] >= math.prod(x.shape[2:])
-        weight = self.settings.prior * (WEAK if wide else 1)
-        coordinates = None if wide and not isinstance(distance, Nothing) else self.coordinates
+        # After the inversion of wide features, fine structure is left.
+        coordinates = None if self.is_wide and not isinstance(distance, Nothing) else self.coordinates
         priors = (
             OpenMatch(self.head.features, self.settings.slope),
             Natural(self.coordinates, weight),

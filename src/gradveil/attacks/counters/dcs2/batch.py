@@ -24,7 +24,8 @@ from gradveil.core.randomness import torch_stream
 from gradveil.core.types import Batch
 from gradveil.defenses.gradient.dcs2 import DCS2
 
-INVERSION = FeatureInversion(matching=0)  # gradients that the pixels of concealed images give are beyond natural ones
+# Gradients that the pixels of concealed images give are beyond natural ones.
+INVERSION = FeatureInversion(matching=0, starts=4)
 NATURAL = 1e-3  # TV weight by which a natural image is told from a concealed one
 READABLE = 0.1  # error of a reading up to which it separates the images
 HARD = 1e-3  # distance (1 − cosine) up to which signals are those of one class
