@@ -41,13 +41,13 @@ def _data(source: str | DataSet) -> DataSet:
 
 @lru_cache
 def _network(
-    data: DataSet, model: str | nn.Module, defense: str, tampering: str | None, seed: int
+    data: DataSet, model: str | nn.Module, defense: str, tampering: str | None, batch_size: int, seed: int
 ) -> tuple[ModelFunction, Tensors]:
     """One function and one state for all who ask alike, so that their victims can be attacked in one stack."""
     module = models.build(model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     if tampering:
-        public = data.task(ModelFunction(module)).normalize(data.public.x)
-        module = attacks.parse(tampering).tamper(module, data.input_shape, public)
+        public = Batch(data.task(ModelFunction(module)).normalize(data.public.x), data.public.y)
+        module = attacks.parse(tampering).tamper(module, data.input_shape, public, batch_size)
     function = ModelFunction(parse(defense).model(module, data.input_shape))
     return function, function.state()
 
@@ -65,7 +65,8 @@ def _observe_victims(
     updates: int = 1,
 ) -> Victims:
     found, method = _data(data), parse(defense)
-    function, state = _network(found, model, defense if "model" in method.stages else "none", tampering, seed)
+    on_model = defense if "model" in method.stages else "none"
+    function, state = _network(found, model, on_model, tampering, batch_size if tampering else 0, seed)
     task = found.task(function)
     client = prepare_client(method, training, Setup(task, state, found.private, found.public, seed))
     places = torch.randperm(len(found.private), generator=generator(seed, "victims")).split(batch_size)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.core.observation import Observation
-from gradveil.core.types import Tensors
+from gradveil.core.types import Batch, Tensors
 from gradveil.defenses.base import Defense, Step
 from gradveil.defenses.update.clip import Clip
 
@@ -70,8 +70,10 @@ class Careless(Attack):
 class Crooked(Attack):
     """A malicious server that scales the classifier before it sends the model, and then guesses grey."""
 
-    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: torch.Tensor | None = None) -> nn.Module:
-        assert public is not None and public.shape[1:] == input_shape and abs(float(public.mean())) < 0.1
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: Batch | None = None, batch_size: int = 1
+    ) -> nn.Module:
+        assert public is not None and public.image_shape == input_shape and abs(float(public.x.mean())) < 0.1
         with torch.no_grad():
             list(module.parameters())[-1].mul_(2.0)
         return module

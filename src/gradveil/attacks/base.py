@@ -30,7 +30,7 @@ from gradveil.core.progress import Steps
 from gradveil.core.randomness import TorchStream, generator
 from gradveil.core.settings import spec_of
 from gradveil.core.task import Task
-from gradveil.core.types import Tensors, hard_labels
+from gradveil.core.types import Batch, Tensors, hard_labels
 from gradveil.defenses.base import Defense
 
 Targets = Literal["classes", "any", "unused"]
@@ -159,10 +159,13 @@ class Attack:
         """Why this attack cannot be tried here, or None if it can."""
         return None
 
-    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: Batch | None = None, batch_size: int = 1
+    ) -> nn.Module:
         """What a malicious server does to the model before it is sent; the identity for an honest-but-curious one.
 
-        `public` are images of the same kind as the network takes them, where the server has any.
+        `public` are images of the same kind as the network takes them, where the server has any, with class −1 where theirs is
+        not one of the task. `batch_size` is the number of images that an update will come from.
         """
         return module
 

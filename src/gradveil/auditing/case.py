@@ -88,11 +88,14 @@ class Case:
         return self.data.public if len(self.data.public) else None
 
     @cached_property
-    def _public_inputs(self) -> Tensor | None:
-        """Public images as the network takes them, for a malicious server."""
+    def _public_inputs(self) -> Batch | None:
+        """Public images as the network takes them, for a malicious server, and their classes where they are of the task's."""
         if self.public is None:
             return None
-        return self.data.task(ModelFunction(self.server)).normalize(self.public.x)
+        labels = self.public.hard_labels
+        is_labelled = self.data.has_classes and self.data.public_from is None
+        inputs = self.data.task(ModelFunction(self.server)).normalize(self.public.x)
+        return Batch(inputs, labels if is_labelled else torch.full_like(labels, -1))
 
     def classes(self, images: Batch) -> Tensor:
         """The classes of images; one for all where the targets of this data are no classes."""
@@ -150,7 +153,7 @@ class Case:
             _load(module, tensors)
         if tampering is not None:
             with seeded(self.spec.seed, "tamper"):
-                module = tampering.tamper(module, self.data.input_shape, self._public_inputs)
+                module = tampering.tamper(module, self.data.input_shape, self._public_inputs, self.spec.images)
             for name in module.state_dict():
                 tensors.pop(name, None)  # what the server sends is what it tampered with
         with seeded(self.spec.seed, "network"):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradveil.attacks import ClosedForm, attack
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 
 
 class ImprintBlock(nn.Module):
@@ -65,12 +66,14 @@ class Imprint(ClosedForm):
     bins: int = Field(default=256, ge=2)
     gain: float = Field(default=1e-3, gt=0)
 
-    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: Batch | None = None, batch_size: int = 1
+    ) -> nn.Module:
         pixels = math.prod(input_shape)
         direction = torch.randn(pixels, generator=generator(0, "imprint")) / math.sqrt(pixels)
         levels = (torch.arange(self.bins) + 0.5) / self.bins
         if public is not None and len(public) >= 32:
-            answers = public.flatten(1) @ direction
+            answers = public.x.flatten(1) @ direction
             centre, spread = answers.mean(), answers.std()
             # Between the sample's quantiles and the normal law's: the tails of unseen images lie beyond the sample.
             thresholds = torch.quantile(answers, levels)

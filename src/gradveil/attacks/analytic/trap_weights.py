@@ -16,6 +16,7 @@ from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.layers import linear_layers
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
+from gradveil.core.types import Batch
 
 
 @attack("trap-weights", targets="unused")
@@ -31,7 +32,9 @@ class TrapWeights(ClosedForm):
     scale: float = Field(default=0.97, gt=0, le=1)
     size: float = Field(default=0.5, gt=0)
 
-    def tamper(self, module: nn.Module, input_shape: tuple[int, int, int], public: Tensor | None = None) -> nn.Module:
+    def tamper(
+        self, module: nn.Module, input_shape: tuple[int, int, int], public: Batch | None = None, batch_size: int = 1
+    ) -> nn.Module:
         module = copy.deepcopy(module)
         pixels = int(torch.tensor(input_shape).prod())
         first = next((m for m in module.modules() if isinstance(m, nn.Linear) and m.in_features == pixels), None)
@@ -48,7 +51,7 @@ class TrapWeights(ClosedForm):
         offset = torch.zeros(first.out_features)
         if public is not None:
             # Normalised pixels are not positive as the paper assumes; the threshold is set where few public images pass.
-            offset = -torch.quantile(public.flatten(1) @ weight.T, 0.95, dim=0)
+            offset = -torch.quantile(public.x.flatten(1) @ weight.T, 0.95, dim=0)
         with torch.no_grad():
             first.weight.copy_(weight)
             first.bias.copy_(offset)
