@@ -28,12 +28,14 @@ from gradveil.attacks.layers import classifier_name, hooked, is_smooth, linear_l
 from gradveil.attacks.matching.features import FeatureInversion, head_at, read_each
 from gradveil.attacks.matching.swift import Swift
 from gradveil.core.observation import Observation, Sighting
+from gradveil.core.randomness import generator
 from gradveil.core.types import Batch
 
 MOST = 2048  # public images that are looked at
 FEW = 16  # images that are read where several send a signal
 RIDGE = 0.1  # weight of the direction's length, as a share of the features' size
-BEYOND = 2.0  # standard deviations from the last public image to a cut that no image passes
+BLIND = 256  # images of noise in their place
+BEYOND = 10.0  # standard deviations from the last of these to a cut that no image passes
 
 
 @attack("fishing")
@@ -54,13 +56,14 @@ class Fishing(FeatureInversion):
         self, module: nn.Module, input_shape: tuple[int, int, int], public: Batch | None = None, batch_size: int = 1
     ) -> nn.Module:
         module = copy.deepcopy(module)
-        images = torch.zeros(2, *input_shape) if public is None or len(public) < 2 else public.x[:MOST]
+        noise = torch.randn(BLIND, *input_shape, generator=generator(0, "fishing"))
+        images = noise if public is None or len(public) < 2 else public.x[:MOST]
         classifier, features = _last_layer(module, images)
         if classifier is None or classifier.bias is None:
             return module
         direction, cut, wanted = classifier.weight[0].detach().double(), None, 0
-        if public is not None and bool((public.y[:MOST] >= 0).any()) and public.y.ndim == 1:
-            direction, cut, wanted = _best_cut(features, public.y[:MOST], self.certain / batch_size)
+        if public is not None and len(public) >= 2 and bool((public.y[1:MOST:2] >= 0).any()):
+            direction, cut, wanted = _best_cut(features, public.hard_labels[:MOST], self.certain / batch_size)
         along = features @ direction
         spread = along.std().clamp_min(1e-12)
         cut = along.max() + BEYOND * spread if cut is None else cut
@@ -127,8 +130,7 @@ def _best_cut(features: Tensor, labels: Tensor, share: float) -> tuple[Tensor, T
         # Of n images on a line there are n + 1 places for a cut: images of c below it and others above it are wrong.
         below = torch.cat([is_wanted.new_zeros(1), is_wanted.cumsum(0)])
         above = torch.cat([(1 - is_wanted).flip(0).cumsum(0).flip(0), is_wanted.new_zeros(1)])
-        margin = BEYOND * along.std()
-        cuts = torch.cat([along[:1] - margin, (along[1:] + along[:-1]) / 2, along[-1:] + margin])
+        cuts = torch.cat([along[:1] - along.std(), (along[1:] + along[:-1]) / 2, along[-1:] + along.std()])
         gaps = ((below + above) / len(along) - share).abs()
         place = int(gaps.argmin())
         if best is None or float(gaps[place]) < best[0]:
