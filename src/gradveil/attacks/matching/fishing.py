@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradveil.attacks import Answer, Target, attack
+from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
 from gradveil.attacks.layers import classifier_name, hooked, is_smooth, linear_layers, takes_one_row_per_image
 from gradveil.attacks.matching.features import FeatureInversion, head_at, read_each
@@ -39,7 +39,7 @@ BEYOND = 10.0  # standard deviations from the last of these to a cut that no ima
 
 
 @attack("fishing")
-class Fishing(FeatureInversion):
+class Fishing(Attack):
     """A classifier that one image of a batch passes; its features by division, its pixels by inversion.
 
     Args:
@@ -79,38 +79,50 @@ class Fishing(FeatureInversion):
             return "the classifier is not one that a malicious server sent: one row of weights, the others zero"
         return None if observation.update.kind == "gradient" else "it reads single gradients, not weight deltas"
 
+    def cost(self, work: Workload) -> Cost:
+        return _search(work.task.model.module).cost(work)
+
     def run(self, target: Target) -> Answer:
         readings = read_each(target, _read)
         x, score, used = torch.zeros(target.shape), torch.ones(target.shape[0]), 0
         for count in sorted({len(r.inputs) for r in readings.values()}):
             rows = [i for i, r in readings.items() if len(r.inputs) == count]
             few = target.about([_magnified(target.observations[i], readings[i]) for i in rows], target.labels[rows, :count])
-            answer = self._rebuilt(few, [replace(r, signals=_unit(r.signals)) for r in map(readings.__getitem__, rows)])
+            answer = _rebuilt(few, [replace(r, signals=_unit(r.signals)) for r in map(readings.__getitem__, rows)])
             x[rows, :count], score[rows], used = answer.x, answer.score, max(used, answer.iterations)
         return Answer(x, score, iterations=used)
 
-    def _rebuilt(self, target: Target, readings: list[LayerInputs]) -> Answer:
-        head = head_at(target, readings) if is_smooth(target.model.module) else None
-        return self.invert(target, readings) if head is None else Swift(closed=False).run(head.target)
+
+def _search(module: nn.Module) -> Swift | FeatureInversion:
+    return Swift(closed=False) if is_smooth(module) else FeatureInversion()
+
+
+def _rebuilt(target: Target, readings: list[LayerInputs]) -> Answer:
+    """Step 3."""
+    search, head = _search(target.model.module), head_at(target, readings)
+    if head is None or isinstance(search, FeatureInversion):
+        return FeatureInversion().invert(target, readings)
+    return search.run(head.target)
 
 
 def _last_layer(module: nn.Module, images: Tensor) -> tuple[nn.Linear | None, Tensor]:
     """The linear layer that the forward pass meets last, and what enters it (images × width)."""
     met: list[tuple[nn.Linear, Tensor]] = []
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear)
+        met.append((layer, inputs[0].flatten(1).double()))
+
     layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not layers:
         return None, images.flatten(1)
-    plain = copy.deepcopy(module).eval()
-    copies = dict(zip((m for m in plain.modules() if isinstance(m, nn.Linear)), layers, strict=True))
-
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        met.append((copies[layer], inputs[0]))
-
-    rows = []
-    with torch.no_grad(), hooked([m.register_forward_pre_hook(note) for m in copies]):
+    trains, rows = module.training, list[Tensor]()
+    with torch.no_grad(), hooked([m.register_forward_pre_hook(note) for m in layers]):
+        module.eval()
         for part in images.split(128):
-            plain(part)
-            rows.append(met[-1][1].flatten(1).double())
+            module(part)
+            rows.append(met[-1][1])
+        module.train(trains)
     return met[-1][0], torch.cat(rows)
 
 
@@ -151,7 +163,7 @@ def _as_batch_of(observation: Observation, count: int) -> Observation:
 
 
 def _unit(signals: Tensor) -> Tensor:
-    return signals / signals.norm()
+    return torch.nn.functional.normalize(signals.flatten(), dim=0, eps=0.0).view_as(signals)
 
 
 def _magnified(observation: Observation, reading: LayerInputs) -> Observation:
