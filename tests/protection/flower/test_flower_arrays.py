@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as drawn_arrays
 
+from gradveil import attacks, models
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import SecretStream
 from gradveil.core.types import Tensors
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
 from gradveil.protection.door import Buffers
-from gradveil.protection.flower.arrays import check_arrays, protect_arrays, save_arrays
+from gradveil.protection.flower.arrays import check_arrays, matrices_of_one_row, protect_arrays, save_arrays
 from gradveil.storage.updates import load_update
 
 RNG = np.random.default_rng(0)
@@ -204,3 +205,14 @@ def test_what_arrived_is_written_as_an_update(tmp_path: Path) -> None:
     assert sorted(written) == sorted(update.tensors) == ["b", "w"]
     assert (update.kind, update.examples, facts["lr"], facts["input_shape"]) == ("delta", 9, 0.1, [1, 4, 5])
     assert np.allclose(update.tensors["w"].numpy(), AFTER["w"] - BEFORE["w"])
+
+
+@pytest.mark.parametrize(("tampering", "layer"), [("fishing", "fc.weight"), ("imprint", "imprint.question.weight")])
+def test_layers_that_single_out_images_are_noticed_and_honest_ones_are_not(tampering: str, layer: str) -> None:
+    def arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
+        return {name: t.detach().numpy() for name, t in model.state_dict().items()}
+
+    net = models.build("lenet", input_shape=(1, 12, 12), num_classes=3, seed=0)
+    assert matrices_of_one_row(arrays(net)) == []
+    assert matrices_of_one_row({"fc.weight": np.zeros((3, 4), np.float32)}) == [], "a classifier that starts at zero is honest"
+    assert matrices_of_one_row(arrays(attacks.parse(tampering).tamper(net, (1, 12, 12)))) == [layer]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gradveil import attacks
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.types import Batch, Tensors
@@ -137,6 +138,16 @@ def test_a_model_from_the_server_is_not_trusted(
     with pytest.raises(UserError, match=words):
         receive(net, sent.content["arrays"])
     assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
+
+
+def test_the_log_warns_of_a_classifier_that_fishes_for_images(
+    net: nn.Module, message: Make, caplog: pytest.LogCaptureFixture, shapes: DataSet
+) -> None:
+    receive(net, message(arrays=net.state_dict()).content["arrays"])
+    assert not caplog.records
+    fishing = attacks.parse("fishing").tamper(net, shapes.input_shape, batch_size=8)
+    receive(net, message(arrays=fishing.state_dict()).content["arrays"])
+    assert "the rows of '4.weight' from the server are one row" in caplog.text
 
 
 def test_training_that_diverged_sends_nothing(net: nn.Module, message: Make, context: Any, shapes: DataSet) -> None:

@@ -165,6 +165,22 @@ def check_arrays(received: Arrays, expected: Arrays) -> None:
             raise UserError(f"the model from the server has values that are not finite in '{name}'; nothing was trained.")
 
 
+def matrices_of_one_row(received: Arrays) -> list[str]:
+    """The matrices whose rows are, for the most part, zero or multiples of one row.
+
+    Training does not make them so; servers that fish for single images or imprint them do. Other tampering is not noticed.
+    """
+    names = []
+    for name, array in received.items():
+        if array.ndim != 2 or array.dtype.kind != "f" or len(array) < 2 or not array.any():
+            continue
+        lengths = np.linalg.norm(array, axis=1)
+        longest = lengths.argmax()
+        along = array @ array[longest] >= 0.9999 * lengths * lengths[longest]
+        names += [name] if along.mean() > 0.75 else []  # of a row that is zero, both sides are
+    return names
+
+
 def save_arrays(
     path: str | Path,
     before: Arrays,

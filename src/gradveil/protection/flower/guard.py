@@ -9,6 +9,7 @@ return guard.reply(loss=…)
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from gradveil.core.update_change import update_change
 from gradveil.defenses.base import Refused, Step, checked_update, is_plain
 from gradveil.protection.audited import Audited, DefenseSource, options_of
 from gradveil.protection.door import Checked, Door, DoorOptions, text_kept_here
-from gradveil.protection.flower.arrays import check_arrays
+from gradveil.protection.flower.arrays import check_arrays, matrices_of_one_row
 from gradveil.protection.flower.messages import check_facts, numpy_arrays
 from gradveil.protection.flower.mod import configs_of, message_streams, received_arrays
 from gradveil.protection.loop import Shield, TaskOptions, as_batch, audited_task, check_names, setup_for
@@ -44,9 +45,16 @@ def network(model: nn.Module, defense: DefenseSource, input_shape: tuple[int, in
 
 
 def receive(model: nn.Module, arrays: ArrayRecord) -> None:
-    """Load the weights a server sent into `model`, if they are its own: same names and shapes, and finite."""
+    """Load the weights a server sent into `model`, if they are its own: same names and shapes, and finite.
+
+    The log warns of matrices that look made to single out images.
+    """
     received = numpy_arrays(arrays)
     check_arrays(received, {name: t.detach().cpu().numpy() for name, t in model.state_dict().items()})
+    if odd := matrices_of_one_row(received):
+        logging.getLogger("gradveil").warning(
+            "the rows of '%s' from the server are one row; is it to single out images?", odd[0]
+        )
     model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in received.items()})
 
 
