@@ -27,7 +27,7 @@ def test_one_image_of_a_batch_is_read_exactly_that_an_honest_server_does_not_get
     assert (fished.amax(1) >= 100).sum() >= 2, fished
     assert (fished >= 40).sum(1).max() == 1, "of a batch, the others stay grey"
     honest, same = observe_victims(**GROUND)
-    assert best_psnr(parse("linear")(honest), same).max() < 40
+    assert best_psnr(parse("linear")(honest), same).max() < 45
     for defense in ("gaussian:std=1", "dpsgd:clip=1,noise=1"):
         noisy, hidden = observe_victims(**GROUND, tampering="fishing", defense=defense)
         assert best_psnr(parse("fishing")(noisy), hidden).max() < 16
