@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,12 @@ def files(patterns: Iterable[str]) -> set[Path]:
 
 def fingerprint(texts: Iterable[str]) -> str:
     """A hash of Python code without comments, docstrings, annotations and formatting."""
-    return hashlib.sha256(repr([_plain(ast.parse(text)) for text in texts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(f"[{', '.join(map(_code, texts))}]".encode()).hexdigest()[:16]
+
+
+@cache  # one file is behind many methods
+def _code(text: str) -> str:
+    return repr(_plain(ast.parse(text)))
 
 
 def _plain(node: object) -> object:
@@ -93,8 +99,6 @@ def _plain(node: object) -> object:
 
 def files_of(module: str, shared: set[Path]) -> set[Path]:
     """The file of a method, and all that it imports from the packages of methods, less what is shared by all."""
-    from gradveil.core.hashing import _imported
-
     paths, names = set[Path](), [module]
     while names:
         name = names.pop()
@@ -102,8 +106,15 @@ def files_of(module: str, shared: set[Path]) -> set[Path]:
         is_method = name.startswith(tuple(f"gradveil.{package}." for package in METHODS))
         if is_method and path.is_file() and path not in paths | shared:
             paths.add(path)
-            names += _imported(path.read_bytes(), name.rpartition(".")[0])
+            names += _imports(path, name)
     return paths
+
+
+@cache
+def _imports(path: Path, module: str) -> tuple[str, ...]:
+    from gradveil.core.hashing import _imported
+
+    return tuple(_imported(path.read_bytes(), module.rpartition(".")[0]))
 
 
 def covered() -> dict[str, tuple[int, set[Path]]]:
