@@ -178,12 +178,16 @@ class LocalTraining:
             parameters = method.step(parameters, _mean(gradients), self.lr, memory)
         return {name: parameters[name] - start[name] for name in start}
 
-    def as_gradient(self, difference: Tensors, start: Tensors) -> Tensors:
-        """What a single step moved the weights by, as a gradient up to its size (see `is_single_step`)."""
+    def as_gradient(self, difference: Tensors, start: Tensors, images: int) -> Tensors:
+        """What steps of SGD moved the weights by, as a gradient up to its size: the sum over the steps, each with a factor
+        that is the same for all weights. What weight decay alone moved is taken out."""
         method = optimizer(self.optimizer)
-        assert isinstance(method, LocalSGD) and self.lr is not None
-        decay = self.lr * method.weight_decay * (1 + method.momentum * method.nesterov)
-        return {name: -moved - decay * start[name] if decay else -moved for name, moved in difference.items()}
+        assert isinstance(method, LocalSGD)
+        if not method.weight_decay:
+            return {name: -moved for name, moved in difference.items()}
+        still = {name: torch.zeros_like(value) for name, value in start.items()}
+        decayed = self.difference(start, self.steps(images), lambda *_: still)
+        return {name: decayed[name] - moved for name, moved in difference.items()}
 
     def single_gradient(self) -> LocalTraining:
         """The same, but one gradient is sent."""

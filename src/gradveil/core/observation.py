@@ -195,5 +195,6 @@ def observe(
 
 def _gradient_of(sighting: Sighting, training: LocalTraining) -> Sighting:
     """The weight difference of a single step as the gradient that it is; its size does not matter to attacks."""
-    tensors = training.as_gradient(sighting.update.tensors, sighting.state)
+    start = {name: sighting.state[name] for name in sighting.update.tensors}
+    tensors = training.as_gradient(sighting.update.tensors, start, sighting.update.examples)
     return replace(sighting, update=replace(sighting.update, tensors=tensors, kind="gradient"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.attacks.base import Answer, Attack, Cost, Target, Workload
 from gradveil.attacks.matching.optimizers import LBFGS, FirstOrder
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem
-from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly, NaturalImages
+from gradveil.attacks.matching.unknowns import ImagesAndLabels, ImagesOnly, MappedImages
 from gradveil.core.loops import Loop, Snapshot
 
 Curves = dict[str, list[float]]
@@ -50,7 +50,7 @@ def _unknowns(problem: Problem) -> ImagesOnly:
     match = problem.match
     if match.learn_labels:
         return ImagesAndLabels(problem)
-    return ImagesOnly(problem) if match.coordinates is None else NaturalImages(problem, match.coordinates)
+    return ImagesOnly(problem) if match.coordinates is None else MappedImages(problem, match.coordinates)
 
 
 def choose(problem: Problem, solution: Solution) -> Answer:

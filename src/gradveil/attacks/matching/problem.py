@@ -8,18 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Target
 from gradveil.attacks.matching.distances import Cosine, Distance, Nothing, RelativeL2, fitted, limited
-from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.optimizers import LBFGS, Adam, FirstOrder
 from gradveil.attacks.matching.priors import TV, Prior
 from gradveil.attacks.matching.rows import Rows
 from gradveil.attacks.matching.starts import Start
 from gradveil.core.types import Tensors
+
+
+class Coordinates(Protocol):
+    """A linear map between images and the numbers in which steps are taken."""
+
+    def images(self, z: Tensor) -> Tensor: ...
+
+    def of_images(self, x: Tensor) -> Tensor: ...
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """The derivative by the numbers from that by the images."""
+        ...
 
 
 @dataclass(frozen=True)

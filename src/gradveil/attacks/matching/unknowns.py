@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.matching import dense, frozen
-from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.optimizers import Objective
-from gradveil.attacks.matching.problem import Problem
+from gradveil.attacks.matching.problem import Coordinates, Problem
 from gradveil.attacks.matching.rows import Rows
 
 
@@ -41,8 +40,8 @@ class ImagesOnly:
         return change(z)
 
 
-class NaturalImages(ImagesOnly):
-    """The images alone, by the coordinates of natural ones."""
+class MappedImages(ImagesOnly):
+    """The images alone, by other coordinates than pixels."""
 
     def __init__(self, problem: Problem, coordinates: Coordinates):
         super().__init__(problem)
