@@ -1,6 +1,6 @@
 """What attacks ask of a network: its fully connected layers, the gradients of its classifier, whether it is smooth."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import torch_stream
+from gradveil.core.types import Tensors
 
 
 @contextmanager
@@ -30,6 +31,15 @@ def probe(observation: Observation, handles: Iterable[RemovableHandle], images: 
     with torch.no_grad(), hooked(handles):
         outputs: Tensor = model(observation.state, images, model.draw_noise(len(images), torch_stream(0)))
     return outputs
+
+
+def noting_inputs(layers: Mapping[str, nn.Module], inputs: Tensors) -> Iterator[RemovableHandle]:
+    """Hooks that put what each layer takes into `inputs`, in the order in which the forward pass meets the layers."""
+
+    def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, arguments: inputs.update({path: arguments[0].detach()} if path not in inputs else {})
+
+    return (layer.register_forward_pre_hook(note(path)) for path, layer in layers.items())
 
 
 def linear_layers(observation: Observation) -> list[str]:

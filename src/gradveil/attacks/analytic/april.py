@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import ClosedForm, attack
-from gradveil.attacks.analytic.patches import patch_embedding, why_unreadable
+from gradveil.attacks.analytic.patches import doubt, patch_embedding, why_unreadable
 from gradveil.core.observation import Observation
 
 
@@ -31,9 +31,6 @@ class April(ClosedForm):
         signals, weight = embedding.read(observation)
         patches = torch.linalg.lstsq(signals.T, weight, driver="gelsd").solution
         error = (signals.T @ patches - weight).norm() / weight.norm()
-        image = embedding.images(patches, observation.task.input_shape)[None]
-        # As many equations as unknowns are always met: an image that is wrong then leaves the range of pixels.
-        pixels = observation.task.denormalize(image)
-        outside = (pixels - pixels.clamp(0, 1)).norm() / pixels.norm()
+        image = embedding.layer.images(patches, observation.task.input_shape)[None]
         open_system = signals.shape[0] > signals.shape[1]
-        return image.float(), (torch.ones_like(error) if open_system else torch.maximum(error, outside)).float()
+        return image.float(), (torch.ones_like(error) if open_system else doubt(image, error, observation)).float()

@@ -10,7 +10,7 @@ than the pixels of a patch, both matrices of the sum have full rank, and so:
    APRIL. All of this holds for weight differences of SGD too.
 3. These numbers are found by matching the whole update, in double precision: the span's weak directions are 10⁵ times smaller
    than its strong ones. Steps are taken in units of the square root of the singular values, so that fine structure does not
-   hold up coarse one.
+   hold up coarse one, and the embedding's gradient is compared in these units too, so that weak patches count.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from pydantic import Field
 from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
-from gradveil.attacks.analytic.patches import Embedding, patch_embedding, why_unreadable
-from gradveil.attacks.matching.distances import RelativeL2
+from gradveil.attacks.analytic.patches import Embedding, PatchLayer, patch_embedding, why_unreadable
+from gradveil.attacks.matching.distances import RelativeL2, fitted
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import LBFGS
 from gradveil.attacks.matching.problem import Match, Problem
+from gradveil.attacks.matching.rows import Rows
 from gradveil.core.observation import Observation
 from gradveil.core.types import Shape, Tensors
 
 SPREAD = 0.3  # of the start, in units of the span's coordinates
+WHITE = 0.01  # weight of the embedding's gradient with equal singular values
 MEMORY = 50  # steps that L-BFGS remembers
 
 
@@ -52,8 +54,8 @@ class PatchSpan(Attack):
         reason, embedding = why_unreadable(observation), patch_embedding(observation)
         if reason or embedding is None:
             return reason
-        patches, pixels = embedding.places.shape
-        width = len(observation.state[f"{embedding.layer}.weight"])
+        patches, pixels = embedding.layer.places.shape
+        width = len(observation.state[f"{embedding.layer.path}.weight"])
         if images * patches >= min(width, pixels):
             return f"{images} × {patches} patches are not fewer than the {width} features and {pixels} pixels of a patch"
         return None
@@ -67,15 +69,15 @@ class PatchSpan(Attack):
         return Answer(x.float(), score.float(), iterations=max(a.iterations for a in answers))
 
     def _one(self, target: Target) -> Answer:
-        target = target.about([_in_double(target.first)], target.labels)
         embedding = patch_embedding(target.first)
         assert embedding is not None
+        target = target.about([_in_double(target.first)], target.labels)
         span = PatchCoordinates.of(target, embedding)
         z = SPREAD * torch.randn(target.shape[1], len(span.offset), len(span.basis), generator=target.rng).double()
         match = Match(
             RelativeL2(), (), LBFGS(history=MEMORY, tolerance=1e-3), target.workload.steps(self.steps), coordinates=span
         )
-        solution = solve(Problem(target, match), start=span.images(z[None]))
+        solution = solve(_WhiteProblem(target, match, span), start=span.images(z[None]))
         return Answer(solution.x, solution.residual, iterations=solution.iterations)
 
 
@@ -83,10 +85,12 @@ class PatchSpan(Attack):
 class PatchCoordinates:
     """A linear map between images and the numbers that step 2 leaves open, images × patches × numbers."""
 
-    embedding: Embedding
+    layer: PatchLayer
     shape: Shape
     offset: Tensor  # patches × pixels of a patch
     basis: Tensor  # numbers × pixels of a patch
+    left: Tensor  # features × rank, and
+    right: Tensor  # pixels of a patch × rank: between them the embedding's gradient becomes the identity
 
     @staticmethod
     def of(target: Target, embedding: Embedding) -> PatchCoordinates:
@@ -98,16 +102,31 @@ class PatchCoordinates:
         open_directions = torch.linalg.svd(duals).Vh[len(signals) :]
         span = units[:, None] * rows.T
         offset, basis = torch.linalg.pinv(duals).T @ span, open_directions @ span
-        return PatchCoordinates(embedding, target.task.input_shape, offset, basis)
+        left, right = left / sizes.sqrt(), rows / sizes.sqrt()
+        return PatchCoordinates(embedding.layer, target.task.input_shape, offset, basis, left, right)
 
     def images(self, z: Tensor) -> Tensor:
-        return self.embedding.images(self.offset + z @ self.basis, self.shape)
+        return self.layer.images(self.offset + z @ self.basis, self.shape)
 
     def of_images(self, x: Tensor) -> Tensor:
-        return (self.embedding.patches(x) - self.offset) @ torch.linalg.pinv(self.basis)
+        return (self.layer.patches(x) - self.offset) @ torch.linalg.pinv(self.basis)
 
     def slope(self, gradient: Tensor) -> Tensor:
-        return self.embedding.patches(gradient) @ self.basis.T
+        return self.layer.patches(gradient) @ self.basis.T
+
+
+class _WhiteProblem(Problem):
+    """The match of all gradients, and of the embedding's with all its singular values made equal."""
+
+    def __init__(self, target: Target, match: Match, span: PatchCoordinates):
+        super().__init__(target, match)
+        self.span = span
+
+    def compare(self, updates: Tensors, rows: Rows, sighting: int = 0) -> Tensor:
+        white = self.span.left.T @ updates[f"{self.span.layer.path}.weight"].flatten(2) @ self.span.right
+        identity = torch.eye(white.shape[-1], dtype=white.dtype)
+        error = torch.cat(fitted([white], [identity[None]])) - identity
+        return super().compare(updates, rows, sighting) + WHITE * error.square().mean((1, 2))
 
 
 def _svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
