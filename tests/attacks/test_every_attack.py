@@ -17,6 +17,7 @@ from typing import Any
 import odd_modules
 import pytest
 import torch
+from small_vit import ViT
 from torch import nn
 
 from gradveil import models
@@ -63,8 +64,11 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
+SPANS = {"token-span": {"model": ViT()}, "patch-span": {"model": ViT(), "batch_size": 2}}  # where these two apply
+
+
 def grounds(name: str) -> dict[str, dict[str, Any]]:
-    found = dict(PLAIN)
+    found = dict(PLAIN) | ({"a span": SPANS[name]} if name in SPANS else {})
     for cls in defenses:
         if cls in registry[name].against:
             fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -330,7 +334,7 @@ def test_an_update_without_a_parameter_or_with_another_shape_is_refused_in_one_l
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 FACTOR = 4  # within which an attack's word about its iterations must be right
-CLOSED = {"linear": "linear first", "april": "transformer"}  # closed forms and where they apply
+CLOSED = {"linear": "linear first", "april": "transformer", **dict.fromkeys(SPANS, "a span")}  # and where they apply
 LADDERS = ((swift, "LADDER"), (swift, "FINISH"), (swift, "CYCLE"), (fed_images, "LADDER"), (joint, "LADDER"))
 
 
@@ -350,7 +354,8 @@ def test_it_says_what_it_will_cost(
     counters = [ground for title, ground in grounds(name).items() if title.startswith(("counters", "tampered"))]
     tried = [{**ground, **more} for ground in counters or [PLAIN["seen twice"]] for more in ({}, {"model": SMOOTH})]
     used = []
-    for ground in [*tried, *([PLAIN[CLOSED[name]]] if name in CLOSED else [])]:
+    closed = [grounds(name)[CLOSED[name]]] if name in CLOSED else []
+    for ground in [*tried, *closed]:
         seen, _ = observe_victims(data=shapes, victims=1, level="upper-bound", **ground)
         found = answers(attack, seen)
         if isinstance(found, str):

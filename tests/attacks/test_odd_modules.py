@@ -189,7 +189,7 @@ def test_patches_need_learned_positions_and_one_image(observe_victims: Callable,
     for settings, reason in (
         ({"model": odd_modules.build("multi-head attention")}, "does not add learned positions to embedded patches"),
         ({"model": odd_modules.build("einsum")}, "does not add learned positions to embedded patches"),
-        ({"model": VIT, "batch_size": 2}, "it needs the gradient of a single image"),
+        ({"model": VIT, "batch_size": 2}, "it reads the patches of a single image"),
     ):
         seen, _ = observe_victims(data=shapes, victims=1, **settings)
         with pytest.raises(UserError, match=reason):

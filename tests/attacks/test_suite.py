@@ -135,4 +135,6 @@ def test_an_older_suite_stays_runnable_by_its_name() -> None:
     assert [suite.name for suite in SUITES] == ["standard-v1", "standard-v2"]
     assert suite_named("standard") is NEWEST is SUITES[-1] and suite_named("swift") is None
     assert suite_attacks(Clip(), suite=SUITES[0]) == ["linear", "rgap", "swift", "clip-aware"]
-    assert suite_attacks(Clip()) == ["linear", "rgap", "april", "features", "swift", "clip-aware"]
+    assert suite_attacks(Clip()) == [
+        *("linear", "rgap", "april", "token-span", "patch-span", "features", "swift", "clip-aware")
+    ]

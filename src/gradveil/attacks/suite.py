@@ -43,7 +43,10 @@ class Suite:
         return (*self.first, *MATCHING[budget])
 
 
-SUITES = (Suite("standard-v1", ("linear", "rgap")), Suite("standard-v2", ("linear", "rgap", "april", "features")))
+SUITES = (
+    Suite("standard-v1", ("linear", "rgap")),
+    Suite("standard-v2", ("linear", "rgap", "april", "token-span", "patch-span", "features")),
+)
 NEWEST = SUITES[-1]
 
 

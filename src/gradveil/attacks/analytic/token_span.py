@@ -6,10 +6,12 @@ t = W x + c is known up to the patch x: c holds the bias and the position, learn
 equations, with σ as one more unknown where β is not 0: as many as features that are not in the span. Where the patch embedding
 is trained too, its gradient spans the patches, and only their combinations are looked for.
 
-LoRA's A has this gradient once its B is not 0, with as many rows as its rank: below the number of tokens it tells mixtures of
-the tokens, which leave every patch open. So do batches: with one more image, differences of patches are free everywhere.
+LoRA's A has this gradient once its B is not 0, with as many rows as its rank. Layers that take the same tokens add up; ranks
+that are fewer than the tokens in all tell mixtures of them, which leave every patch open. So do batches: with one more image,
+differences of patches are free everywhere.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,8 +40,8 @@ class TokenSpan(ClosedForm):
         tokens = _tokens(observation)
         if tokens is None:
             return "the model does not normalise embedded patches"
-        if tokens.layer is None:
-            return "no trained layer's gradient spans the normalised tokens"
+        if not tokens.layers:
+            return "the gradients of trained layers do not span the normalised tokens"
         rows, width = tokens.constant.shape
         unknowns = _unknowns(observation, tokens).shape[1]
         if width - rows - 1 < unknowns:
@@ -48,33 +50,34 @@ class TokenSpan(ClosedForm):
 
     def read(self, observation: Observation) -> tuple[Tensor, Tensor]:
         tokens = _tokens(observation)
-        assert tokens is not None and tokens.layer is not None
+        assert tokens is not None
         unknowns = _unknowns(observation, tokens)
-        outside = torch.linalg.svd(observation.update.tensors[tokens.layer].double()).Vh[len(tokens.constant) :]
-        embedded = observation.state[f"{tokens.layer_of_patches.path}.weight"].double().flatten(1) @ unknowns
+        gradients = _stacked([observation.update.tensors[name] for name in tokens.layers])
+        outside = torch.linalg.svd(gradients).Vh[len(tokens.constant) :]
+        embedded = observation.state[f"{tokens.patch_layer.path}.weight"].double().flatten(1) @ unknowns
         directions = [tokens.scaled(embedded.T), *([tokens.shift[None]] if bool(tokens.shift.any()) else [])]
         matrix = outside @ torch.cat(directions).T
         wanted = -outside @ tokens.scaled(tokens.at_patches).T
         solution = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution
         error = (matrix @ solution - wanted).norm() / wanted.norm()
         patches = (unknowns @ solution[: unknowns.shape[1]]).T
-        image = tokens.layer_of_patches.images(patches, observation.task.input_shape)[None]
+        image = tokens.patch_layer.images(patches, observation.task.input_shape)[None]
         return image.float(), doubt(image, error, observation).float()
 
 
 class _Tokens(NamedTuple):
     """What enters the first norm for an image x: `constant`, and the embedded patches from row `first` on."""
 
-    layer_of_patches: PatchLayer
+    patch_layer: PatchLayer
     constant: Tensor  # tokens × features
     first: int
     scale: Tensor  # γ of the norm
     shift: Tensor  # β of the norm
-    layer: str | None  # a trained matrix whose gradient the normalised tokens span
+    layers: list[str]  # trained matrices whose gradients span the normalised tokens; none where they do not
 
     @property
     def at_patches(self) -> Tensor:
-        return self.constant[self.first : self.first + len(self.layer_of_patches.places)]
+        return self.constant[self.first : self.first + len(self.patch_layer.places)]
 
     def scaled(self, rows: Tensor) -> Tensor:
         """The norm of rows of features, but for the division by their size and for β."""
@@ -83,8 +86,8 @@ class _Tokens(NamedTuple):
 
 def _unknowns(observation: Observation, tokens: _Tokens) -> Tensor:
     """Directions, pixels of a patch × numbers, whose combinations a patch may be."""
-    count, pixels = tokens.layer_of_patches.places.shape
-    gradient = observation.update.tensors.get(f"{tokens.layer_of_patches.path}.weight")
+    count, pixels = tokens.patch_layer.places.shape
+    gradient = observation.update.tensors.get(f"{tokens.patch_layer.path}.weight")
     if gradient is None or count >= min(pixels, len(gradient)):
         return torch.eye(pixels, dtype=torch.double)
     return torch.linalg.svd(gradient.double().flatten(1), full_matrices=False).Vh[:count].T
@@ -111,8 +114,10 @@ def _tokens(observation: Observation) -> _Tokens | None:
     ones = torch.ones(tokens.shape[1], dtype=torch.double)
     scale, shift = ones if scale is None else scale.double(), 0 * ones if shift is None else shift.double()
     normalised = F.layer_norm(tokens, ones.shape, scale, shift)
-    layer = next((name for name, g in gradients.items() if _is_spanned(g.double(), normalised)), None)
-    return _Tokens(patch, constant, first, scale, shift, layer)
+    layers = [name for name, gradient in gradients.items() if _is_spanned(gradient.double(), normalised)]
+    sizes = torch.linalg.svdvals(_stacked([gradients[name] for name in layers])) if layers else ones[:0]
+    full = len(sizes) >= len(tokens) and bool(sizes[len(tokens) - 1] > WEAK * sizes[0])
+    return _Tokens(patch, constant, first, scale, shift, layers if full else [])
 
 
 def _first_row(rows: Tensor, embedded: Tensor) -> int | None:
@@ -128,9 +133,13 @@ def _first_row(rows: Tensor, embedded: Tensor) -> int | None:
 
 
 def _is_spanned(gradient: Tensor, tokens: Tensor) -> bool:
-    """Whether the rows of the gradient of a matrix span the same as the tokens, which are fewer than their features."""
-    if gradient.ndim != 2 or gradient.shape[1] != tokens.shape[1] or min(gradient.shape) < len(tokens):
+    """Whether the rows of the gradient of a matrix lie in the span of the tokens."""
+    if gradient.ndim != 2 or gradient.shape[1] != tokens.shape[1] or len(tokens) >= tokens.shape[1] or not gradient.any():
         return False
     basis = torch.linalg.svd(tokens, full_matrices=False).Vh
-    sizes = torch.linalg.svdvals(gradient)
-    return bool((gradient - gradient @ basis.T @ basis).norm() < 1e-4 * gradient.norm() and sizes[len(tokens) - 1] > WEAK * sizes[0])
+    return bool((gradient - gradient @ basis.T @ basis).norm() < 1e-4 * gradient.norm())
+
+
+def _stacked(gradients: Sequence[Tensor]) -> Tensor:
+    """The rows of several gradients, each gradient of length 1."""
+    return torch.cat([g.double() / g.double().norm().clamp_min(1e-30) for g in gradients])

@@ -139,5 +139,7 @@ def _in_double(observation: Observation) -> Observation:
     def double(tensors: Tensors) -> Tensors:
         return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
 
-    seen = [replace(s, state=double(s.state), update=replace(s.update, tensors=double(s.update.tensors))) for s in observation.seen]
+    seen = [
+        replace(s, state=double(s.state), update=replace(s.update, tensors=double(s.update.tensors))) for s in observation.seen
+    ]
     return replace(observation, seen=tuple(seen))

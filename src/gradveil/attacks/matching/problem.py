@@ -22,7 +22,7 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.core.types import Tensors
 
 
-class Coordinates(Protocol):
+class ImageMap(Protocol):
     """A linear map between images and the numbers in which steps are taken."""
 
     def images(self, z: Tensor) -> Tensor: ...
@@ -49,7 +49,7 @@ class Match:
     warmup: int = 0
     patience: int | None = None  # stop when no row has improved for so many steps
     learn_labels: bool = False  # DLG: soft labels are unknowns too
-    coordinates: Coordinates | None = None  # in which steps are taken; None: pixels
+    coordinates: ImageMap | None = None  # in which steps are taken; None: pixels
 
 
 @dataclass(frozen=True)

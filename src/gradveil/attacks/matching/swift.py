@@ -3,7 +3,7 @@
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: one layer rules the
 global cosine on some initialisations, and the layer-relative L2 is ill-conditioned on others. So:
 
-0. Where a closed form applies (`linear`, `rgap`, `april`), its answer comes first: it costs a fraction of a second, and
+0. Where a closed form applies (`linear`, `rgap`, `april`, `token-span`), its answer comes first: it costs a fraction of a second, and
    a victim whose update it explains needs nothing else.
 1. Every other victim starts once per distance, all in one batched L-BFGS, down a ladder of TV weights: a strong prior
    first, which chooses among the images that the update alone leaves open. Batches that are far from a fit after the first
@@ -29,6 +29,7 @@ from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.april import April
 from gradveil.attacks.analytic.linear import Linear
 from gradveil.attacks.analytic.rgap import RGAP
+from gradveil.attacks.analytic.token_span import TokenSpan
 from gradveil.attacks.layers import is_smooth
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
 from gradveil.attacks.matching.engine import solve
@@ -39,8 +40,8 @@ from gradveil.attacks.matching.starts import Start
 from gradveil.core.loops import is_sampled
 from gradveil.core.randomness import TorchStream
 
-CLOSED = (Linear(), RGAP(), April())
-CERTAIN = (Linear, April)  # for one image their score says whether it is right, whatever the layers behind them draw
+CLOSED = (Linear(), RGAP(), April(), TokenSpan())
+CERTAIN = (Linear, April, TokenSpan)  # for one image their score says whether it is right, whatever the layers behind them draw
 SURE = 1e-3  # such a score below which it is
 DISTANCES = (Cosine(), RelativeL2())
 LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
@@ -52,7 +53,7 @@ LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
-@attack("swift", targets="any", version=5)
+@attack("swift", targets="any", version=6)
 class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual.
 

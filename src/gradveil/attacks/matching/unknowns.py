@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradveil.attacks.matching import dense, frozen
 from gradveil.attacks.matching.optimizers import Objective
-from gradveil.attacks.matching.problem import Coordinates, Problem
+from gradveil.attacks.matching.problem import ImageMap, Problem
 from gradveil.attacks.matching.rows import Rows
 
 
@@ -43,7 +43,7 @@ class ImagesOnly:
 class MappedImages(ImagesOnly):
     """The images alone, by other coordinates than pixels."""
 
-    def __init__(self, problem: Problem, coordinates: Coordinates):
+    def __init__(self, problem: Problem, coordinates: ImageMap):
         super().__init__(problem)
         self.coordinates = coordinates
 
