@@ -21,7 +21,7 @@ class LoRA(nn.Module):
 
 
 class ViT(nn.Module):
-    """A user's transformer: encoder layers of PyTorch, learned or fixed positions; with `rank` only LoRA and head are trained."""
+    """Encoder layers of PyTorch, learned or fixed positions; with `rank` only LoRA and head are trained."""
 
     def __init__(self, width: int = 32, learned: bool = True, rank: int = 0, seed: int = 0):
         super().__init__()

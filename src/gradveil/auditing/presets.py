@@ -46,8 +46,8 @@ PRESETS: dict[str, RealFederation] = {
     ),
     "vit-finetune": RealFederation(
         "a whole vision transformer is fine-tuned by SGD with momentum, weight differences",
-        "Dosovitskiy et al. 2021 (arXiv 2010.11929): fine-tuning by SGD, momentum 0.9, rates from 0.001 to 0.03 on CIFAR, batches "
-        "of 512. Here a narrow `vit` without pretraining, 4 images per client in mini-batches of 2.",
+        "Dosovitskiy et al. 2021 (arXiv 2010.11929): fine-tuning by SGD, momentum 0.9, rates from 0.001 to 0.03 on CIFAR, "
+        "batches of 512. Here a narrow `vit` without pretraining, 4 images per client in mini-batches of 2.",
         {
             **{"data": "cifar10", "model": "vit:patch=8", "batch_size": 4, "local_batch_size": 2},
             **{"local_optimizer": "sgd:momentum=0.9", "local_lr": 0.01, "victims": 4},

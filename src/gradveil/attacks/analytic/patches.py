@@ -38,7 +38,8 @@ class PatchLayer(NamedTuple):
     def images(self, patches: Tensor, shape: Shape) -> Tensor:
         """The opposite. Pixels that no patch holds are 0."""
         flat = patches.new_zeros(*patches.shape[:-2], math.prod(shape))
-        return flat.index_copy(-1, self.places.flatten(), patches.flatten(-2)).unflatten(-1, shape)
+        images: Tensor = flat.index_copy(-1, self.places.flatten(), patches.flatten(-2)).unflatten(-1, shape)
+        return images
 
 
 class Embedding(NamedTuple):

@@ -90,7 +90,8 @@ def _unknowns(observation: Observation, tokens: _Tokens) -> Tensor:
     gradient = observation.update.tensors.get(f"{tokens.patch_layer.path}.weight")
     if gradient is None or count >= min(pixels, len(gradient)):
         return torch.eye(pixels, dtype=torch.double)
-    return torch.linalg.svd(gradient.double().flatten(1), full_matrices=False).Vh[:count].T
+    directions: Tensor = torch.linalg.svd(gradient.double().flatten(1), full_matrices=False).Vh[:count].T
+    return directions
 
 
 def _tokens(observation: Observation) -> _Tokens | None:

@@ -109,7 +109,8 @@ class PatchCoordinates:
         return self.layer.images(self.offset + z @ self.basis, self.shape)
 
     def of_images(self, x: Tensor) -> Tensor:
-        return (self.layer.patches(x) - self.offset) @ torch.linalg.pinv(self.basis)
+        numbers: Tensor = (self.layer.patches(x) - self.offset) @ torch.linalg.pinv(self.basis)
+        return numbers
 
     def slope(self, gradient: Tensor) -> Tensor:
         return self.layer.patches(gradient) @ self.basis.T

@@ -3,8 +3,8 @@
 Second-order steps beat thousands of first-order ones on smooth nets, but no distance wins everywhere: one layer rules the
 global cosine on some initialisations, and the layer-relative L2 is ill-conditioned on others. So:
 
-0. Where a closed form applies (`linear`, `rgap`, `april`, `token-span`), its answer comes first: it costs a fraction of a second, and
-   a victim whose update it explains needs nothing else.
+0. Where a closed form applies (`linear`, `rgap`, `april`, `token-span`), its answer comes first: it costs a fraction of a
+   second, and a victim whose update it explains needs nothing else.
 1. Every other victim starts once per distance, all in one batched L-BFGS, down a ladder of TV weights: a strong prior
    first, which chooses among the images that the update alone leaves open. Batches that are far from a fit after the first
    rung go to step 4.
