@@ -124,7 +124,8 @@ class _WhiteProblem(Problem):
         self.span = span
 
     def compare(self, updates: Tensors, rows: Rows, sighting: int = 0) -> Tensor:
-        white = self.span.left.T @ updates[f"{self.span.layer.path}.weight"].flatten(2) @ self.span.right
+        downhill = 1 if self.target.first.update.kind == "gradient" else -1
+        white = downhill * self.span.left.T @ updates[f"{self.span.layer.path}.weight"].flatten(2) @ self.span.right
         identity = torch.eye(white.shape[-1], dtype=white.dtype)
         error = torch.cat(fitted([white], [identity[None]])) - identity
         return super().compare(updates, rows, sighting) + WHITE * error.square().mean((1, 2))
