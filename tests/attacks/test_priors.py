@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradveil.attacks.matching.priors import TV, BatchNormPrior, BoxPenalty, GroupPrior, L2Norm, LabelTerm
 from gradveil.attacks.matching.rows import Rows
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.local_training import LocalTraining
 
 ROWS, BATCH, SHAPE = 4, 2, (2, 5, 6)
 X = torch.randn(ROWS, BATCH, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -23,7 +24,13 @@ def rows(module: nn.Module | None = None, restarts: int = 1, labels: Tensor | No
     """Rows with as much of a target as a prior looks at."""
     function = ModelFunction(module) if module is not None else None
     low, high = torch.full((2, 1, 1), -1.0).double(), torch.full((2, 1, 1), 1.5).double()
-    target: Any = SimpleNamespace(model=function, state=function.state() if function else None, pixel_range=(low, high))
+    target: Any = SimpleNamespace(
+        model=function,
+        state=function.state() if function else None,
+        pixel_range=(low, high),
+        observations=[],
+        training=LocalTraining(),
+    )
     return Rows(target, restarts, torch.zeros(ROWS, BATCH) if labels is None else labels, {}).at(at)
 
 
@@ -89,15 +96,15 @@ def test_statistics_should_be_the_running_ones() -> None:
             norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))
             norm.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(2))
     module.eval()
-    values = BatchNormPrior(0.1, first=10.0)(X, rows(module))
+    values = BatchNormPrior(0.1)(X, rows(module))
     with torch.no_grad():
         for row in range(ROWS):
             total, a = 0.0, X[row]
-            for layer, extra in ((0, 10.0), (3, 1.0)):
+            for layer in (0, 3):
                 a = module[layer](a)
-                mean, var = a.mean((0, 2, 3)), a.var((0, 2, 3), unbiased=False)
+                mean, var = a.mean((0, 2, 3)), a.var((0, 2, 3))
                 norm = module[layer + 1]
-                total += extra * float((mean - norm.running_mean).norm() + (var - norm.running_var).norm())
+                total += float((mean - norm.running_mean).norm() + (var - norm.running_var).norm())
                 a = torch.relu(norm(a))
             assert float(values[row]) == pytest.approx(0.1 * total, rel=1e-6)
 

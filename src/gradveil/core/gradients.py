@@ -91,6 +91,11 @@ class ModelFunction:
         """Whether the gradient of an image depends on the other images of its batch."""
         return self.mode == "train" and any(isinstance(m, _BatchNorm) for m in self.module.modules())
 
+    @property
+    def momenta(self) -> dict[str, float | None]:
+        """The momentum of every layer that moves running statistics, by its path, which ends with a dot."""
+        return {path: layer.momentum for path, layer in self._tracked.items()}
+
     @cached_property
     def without_dropout(self) -> "ModelFunction":
         """The same function with nothing left to chance by dropout: an adversary does not know which units it dropped."""

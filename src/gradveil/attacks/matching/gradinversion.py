@@ -1,7 +1,8 @@
 """GradInversion (Yin et al. 2021): layer-wise distances, BatchNorm statistics, and agreement between several starts.
 
 The authors' code is not public; the weights are those of the paper as others report them. The paper registers the images
-of a group before averaging; here the mean is taken pixel by pixel. On nets without BatchNorm that term is zero.
+of a group before averaging; here the mean is taken pixel by pixel. On nets without BatchNorm that term is zero; where
+clients send its statistics, it has those of their batch.
 """
 
 from pydantic import Field
@@ -14,7 +15,7 @@ from gradveil.attacks.matching.priors import TV, BatchNormPrior, GroupPrior, L2N
 from gradveil.attacks.matching.problem import Match
 
 
-@attack("gradinversion", version=2)
+@attack("gradinversion", version=3)
 class GradInversion(MatchingAttack):
     """Sum of layer distances + TV + L2 + BatchNorm + group consistency, noisy Adam.
 

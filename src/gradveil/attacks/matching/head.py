@@ -61,11 +61,8 @@ class FeatureMatch:
         return error / (wanted**2).sum((1, 2)).clamp_min(1e-12)
 
     def outputs(self, x: Tensor, rows: Rows) -> Tensor:
-        """The features of images; row by row where the images of a batch change each other's."""
-        if not rows.target.model.couples_images:
-            return rows.outputs(x)
-        noise = [{name: draw[i] for name, draw in rows.noise.items()} for i in range(len(x))]
-        return torch.stack([rows.target.model(rows.target.state, one, n) for one, n in zip(x, noise, strict=True)])
+        """The features of images."""
+        return rows.outputs(x)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.layers import hooked
+from gradveil.attacks.matching.moments import batch_moments, running_moments, wanted_moments
 from gradveil.attacks.matching.rows import Rows
 
 Prior = Callable[[Tensor, Rows], Tensor]
@@ -90,28 +90,17 @@ class LabelTerm:
 
 @dataclass(frozen=True)
 class BatchNormPrior:
-    """GradInversion: the batch's statistics at every BatchNorm should be the running ones. Zero without BatchNorm."""
+    """GradInversion: the batch's statistics at every BatchNorm should be the running ones. Zero without BatchNorm.
+
+    Where clients send statistics, they should be those of the client's own batch (Hatamizadeh et al. 2022).
+    """
 
     weight: float
-    first: float = 1.0  # extra weight of the first layer
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        model, state, images = rows.target.model, rows.target.state, x.shape[1]
-        terms: list[Tensor] = []
-
-        def hook(path: str, order: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-            def measure(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
-                a = inputs[0].unflatten(0, (-1, images)).transpose(1, 2).flatten(2)  # rows, channels, values
-                mean, var = state[f"{path}.running_mean"], state[f"{path}.running_var"]
-                gap = (a.mean(2) - mean).norm(dim=1) + (a.var(2, unbiased=False) - var).norm(dim=1)
-                terms.append(gap * (self.first if order == 0 else 1.0))
-
-            return measure
-
-        norms = [(p, m) for p, m in model.module.named_modules() if isinstance(m, nn.BatchNorm2d)]
-        norms = [(p, m) for p, m in norms if f"{p}.running_mean" in state]
-        if not norms:
+        wanted = wanted_moments(rows) or running_moments(rows)
+        if not wanted:
             return x.new_zeros(len(x))
-        with hooked(m.register_forward_hook(hook(p, i)) for i, (p, m) in enumerate(norms)):
-            rows.outputs(x)
-        return self.weight * torch.stack(terms).sum(0)
+        ours = batch_moments(x, rows)
+        gaps = [(a - b).norm(dim=1) for path in wanted for a, b in zip(ours[path], wanted[path], strict=True)]
+        return self.weight * torch.stack(gaps).sum(0)

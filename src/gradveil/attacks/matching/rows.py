@@ -48,9 +48,15 @@ class Rows:
         return values if self.index is None else values[self.index]
 
     def outputs(self, x: Tensor) -> Tensor:
-        """The network's outputs for images rows × B × C × H × W, as rows · B × outputs."""
-        noise = {name: draw.flatten(0, 1) for name, draw in self.noise.items()}
-        return self.target.model(self.target.state, x.flatten(0, 1), noise)
+        """The network's outputs for images rows × B × C × H × W, as rows · B × outputs.
+
+        Row by row where the images of a batch change each other's outputs.
+        """
+        model, state = self.target.model, self.target.state
+        if model.couples_images:
+            noise = [{name: draw[i] for name, draw in self.noise.items()} for i in range(len(x))]
+            return torch.cat([model(state, one, drawn) for one, drawn in zip(x, noise, strict=True)])
+        return model(state, x.flatten(0, 1), {name: draw.flatten(0, 1) for name, draw in self.noise.items()})
 
     def draw(self, shape: Sequence[int]) -> Tensor:
         """N(0, 1), one draw per restart and the same for all victims, so that no result depends on other victims."""

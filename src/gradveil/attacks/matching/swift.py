@@ -11,8 +11,8 @@ global cosine on some initialisations, and the layer-relative L2 is ill-conditio
 2. All rows finish under one common distance, and the adversary keeps the row with the lowest residual.
 3. Victims that did not converge get new starts, and those close to the truth go down the ladder again from where they
    are. A victim that ends where it was before is settled: its update does not fit, and no other start will change that.
-4. The remaining victims get signed Adam with a strong prior, which kinks (ReLU, max-pool) and noise do not stop. Again
-   the residual decides.
+4. The remaining victims get signed Adam with a strong prior, which kinks (ReLU, max-pool) and noise do not stop. Where
+   clients send BatchNorm's statistics, the moments of their batch are matched, too. Again the residual decides.
 
 Where the net draws noise that the adversary does not know, an exact fit would fit the wrong draw: no step 3. On a net that is
 so large that steps 1 and 2 do not fit in the budget's CPU seconds, all of them go into step 4.
@@ -33,6 +33,7 @@ from gradveil.attacks.analytic.token_span import TokenSpan
 from gradveil.attacks.layers import is_smooth
 from gradveil.attacks.matching.distances import Cosine, Distance, PerRow, RelativeL2
 from gradveil.attacks.matching.engine import solve
+from gradveil.attacks.matching.moments import MomentMatch
 from gradveil.attacks.matching.optimizers import LBFGS, Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
@@ -50,6 +51,7 @@ CLOSE = 0.1  # residual below which going on from here beats a new start
 FAR = 0.3  # residual above which kinks or noise prevent a fit, and new starts do not help
 SAME = 0.01  # relative change of the residual within which a victim has ended where it was before
 LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
+MOMENTS = 10.0  # weight of the moments of the batch, where clients send BatchNorm's statistics
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
@@ -137,7 +139,8 @@ class Swift(Attack):
     def _signed(self, target: Target, insight: Insight) -> Answer:
         """Step 4."""
         steps = self._adam_steps(target.workload)
-        solution = solve(Problem(target, Match(Cosine(), (TV(1e-2),), Adam(0.1, signed=True), steps, box=True), insight))
+        priors = (TV(1e-2), MomentMatch(MOMENTS))
+        solution = solve(Problem(target, Match(Cosine(), priors, Adam(0.1, signed=True), steps, box=True), insight))
         return Answer(solution.x, residual(target, solution.x, insight=insight), iterations=solution.iterations)
 
     def _affords_portfolio(self, work: Workload) -> bool:
