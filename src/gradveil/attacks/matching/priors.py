@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.matching.moments import batch_moments, running_moments, wanted_moments
+from gradveil.attacks.matching.moments import compared, running_moments, wanted_moments
 from gradveil.attacks.matching.rows import Rows
 
 Prior = Callable[[Tensor, Rows], Tensor]
@@ -98,9 +98,6 @@ class BatchNormPrior:
     weight: float
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        wanted = wanted_moments(rows) or running_moments(rows)
-        if not wanted:
-            return x.new_zeros(len(x))
-        ours = batch_moments(x, rows)
-        gaps = [(a - b).norm(dim=1) for path in wanted for a, b in zip(ours[path], wanted[path], strict=True)]
-        return self.weight * torch.stack(gaps).sum(0)
+        pairs = compared(x, rows, wanted_moments(rows) or running_moments(rows))
+        gaps = [(a - b).norm(dim=1) for ours, wanted in pairs for a, b in zip(ours, wanted, strict=True)]
+        return self.weight * torch.stack(gaps).sum(0) if gaps else x.new_zeros(len(x))
