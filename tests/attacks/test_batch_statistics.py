@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gradveil import defenses
-from gradveil.attacks import parse
 from gradveil.attacks.base import Target
 from gradveil.attacks.batch_statistics import sent_moments, shares
 from gradveil.attacks.matching.distances import Cosine
@@ -114,12 +113,3 @@ def test_statistics_bring_a_search_closer_and_withheld_ones_with_noise_do_not(sh
     clear, defended = quality(SENT, "none"), quality(WITHHELD, "gaussian:std=1")
     assert clear > 12 > 10.5 > defended, (clear, defended)
     assert clear > quality(WITHHELD, "none") + 1
-
-
-def test_the_inversion_of_moments_and_last_layers(shapes: DataSet, best_psnr: Callable) -> None:
-    attack = parse("batchnorm:steps=160,starts=2")
-    clear, truth = seen(shapes, SENT)
-    noisy, hidden = seen(shapes, WITHHELD, "gaussian:std=1")
-    assert best_psnr(attack(clear, budget="quick"), truth).mean() > best_psnr(attack(noisy, budget="quick"), hidden).mean() + 2
-    still = observe(clear[0].task.with_model(ModelFunction(normalized())), list(clear[0].seen))
-    assert attack.why_not(still) == "the model has no BatchNorm that is in train mode"

@@ -29,7 +29,7 @@ def sent_moments(observation: Observation) -> dict[str, Moments]:
     moments = {}
     for path, momentum in observation.model.momenta.items():
         names = [f"{path}{name}" for name in ("running_mean", "running_var")]
-        if all(name in sent and sent[name].shape == state[name].shape for name in names):
+        if all(name in sent and sent[name].shape == state[name].shape and sent[name].isfinite().all() for name in names):
             if momentum is None:
                 before = float(state[f"{path}num_batches_tracked"])
                 kept = before / (before + steps)
