@@ -189,6 +189,26 @@ class LocalTraining:
         decayed = self.difference(start, self.steps(images), lambda *_: still)
         return {name: decayed[name] - moved for name, moved in difference.items()}
 
+    def gradient_weights(self, images: int) -> Tensor:
+        """How often the gradient of each step is in a weight difference of SGD, in units of −lr; momentum repeats early ones.
+
+        Of Adam the shares of the steps, which all have about one length, are alike.
+        """
+        count, method = self.number_of_steps(images), optimizer(self.optimizer)
+        if not isinstance(method, LocalSGD):
+            return torch.ones(count, dtype=torch.float64)
+        weights, memory = {"": torch.zeros(count, dtype=torch.float64)}, dict[str, Tensors]()
+        plain = LocalSGD(momentum=method.momentum, nesterov=method.nesterov)
+        for one in torch.eye(count, dtype=torch.float64):
+            weights = plain.step(weights, {"": -one}, 1.0, memory)
+        return weights[""]
+
+    def middle(self, images: int) -> float:
+        """Where between the weights before (0) and after (1) the gradients were computed on average, if they stay alike."""
+        weights = self.gradient_weights(images)
+        moves = weights.flip(0)  # of the steps under gradients that are alike
+        return float((weights * (moves.cumsum(0) - moves)).sum() / weights.sum() ** 2)
+
     def single_gradient(self) -> LocalTraining:
         """The same, but one gradient is sent."""
         return LocalTraining(mode=self.mode, frozen=self.frozen, sends_statistics=self.sends_statistics)

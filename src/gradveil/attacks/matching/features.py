@@ -3,7 +3,7 @@
 The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/analytic/apart.py` reads from one update.
 
 1. The inputs and signals of the first fully connected layer are read from its gradient, also of batches. A weight difference
-   of SGD is the sum of several gradients; with small steps it is read like one.
+   of SGD is read like one gradient; the layers before are taken as they were in the middle of the steps.
 2. Each input is inverted through the layers before it. A step is one forward and one backward pass: no derivative of a
    gradient. ReLUs are left as they are, but let a share of the error pass where they are closed; without it a unit that is
    closed by mistake never opens, and the search ends a thousand times further from the features.
@@ -18,6 +18,7 @@ The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/anal
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV, BoxPenalty
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
 from gradveil.attacks.matching.rows import Rows
+from gradveil.attacks.matching.surrogate import each_as_gradient
 from gradveil.core.errors import UserError
 from gradveil.core.local_training import LocalSGD, optimizer
 from gradveil.core.loops import Loop
@@ -100,6 +102,13 @@ class FeatureInversion(Attack):
 
     def invert(self, target: Target, readings: Sequence[LayerInputs], insight: Insight = NOTHING) -> Answer:
         """The images of victims, each with one reading. Of the insight, the weights count."""
+        if target.training.kind == "delta":
+            answers = [
+                self.invert(single, [replace(reading, signals=-reading.signals)], insight.subset([i]))
+                for i, (single, reading) in enumerate(zip(each_as_gradient(target), readings, strict=True))
+            ]
+            images, scores = (torch.cat(parts) for parts in zip(*((a.x, a.score) for a in answers), strict=True))
+            return Answer(images, scores, iterations=max(a.iterations for a in answers))
         head = head_at(target, readings)
         if head is None:  # the features are the images
             images = torch.stack([_filled(r.inputs, target.shape[1]) for r in readings])
