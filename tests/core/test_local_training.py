@@ -275,3 +275,28 @@ def test_an_adversary_does_not_know_what_dropout_dropped(batch: Batch) -> None:
     quiet = copy.deepcopy(module)
     quiet.drop.p = 0.0  # type: ignore[union-attr]
     assert cosine_and_ratio(first, sent(quiet, x, y, LocalTraining())) == pytest.approx((1.0, 1.0), abs=1e-9)
+
+
+@pytest.mark.parametrize("text", ["sgd", "sgd:momentum=0.9", "sgd:momentum=0.9,nesterov=true", "adam"])
+def test_the_weights_of_gradients_and_their_middle_are_those_of_the_plain_loop(text: str) -> None:
+    """Under a loss that is linear in the weights, the gradient of a step is the mean of its images."""
+    training = LocalTraining(epochs=2, batch_size=2, lr=0.1, optimizer=text, shuffle=False)
+    module, x = nn.Sequential(nn.Flatten(), nn.Linear(7, 1, bias=False)).double(), generator(0)
+    images = torch.rand(6, 1, 1, 7, generator=x, dtype=torch.float64) if "adam" not in text else torch.ones(6, 1, 1, 7).double()
+    loop = OPTIMIZERS | {"sgd:momentum=0.9,nesterov=true": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, nesterov=True)}
+
+    def path(batches: Tensor) -> Tensor:
+        net = copy.deepcopy(module)
+        optimizer, places = loop[text](net.parameters(), 0.1), [net[1].weight.detach().clone()]
+        for batch in batches:
+            optimizer.zero_grad()
+            net(batch).mean().backward()
+            optimizer.step()
+            places.append(net[1].weight.detach().clone())
+        return (torch.stack(places) - places[0])[:, 0]
+
+    weights = training.gradient_weights(6)
+    batches = images.unflatten(0, (3, 2)).repeat(2, 1, 1, 1, 1)
+    assert torch.allclose(path(batches)[-1], -0.1 * weights @ batches.flatten(2).mean(1), atol=1e-6)
+    even = path(torch.ones_like(batches))[:, 0]
+    assert training.middle(6) == pytest.approx(float(weights @ even[:-1] / (weights.sum() * even[-1])), abs=1e-6)

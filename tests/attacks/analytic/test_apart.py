@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradveil.attacks import parse
 from gradveil.attacks.analytic.apart import layer_inputs
 from gradveil.attacks.layers import hooked
+from gradveil.attacks.unit_length import unit_length
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, Trace, observe
@@ -37,7 +38,7 @@ def relative_errors(truth: Tensor, recovered: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "batch_size"), [("smlp", 2), ("smlp", 8), ("smlp", 32), ("flower-cnn", 4), ("flower-cnn", 8), ("cnn", 2)]
+    ("model", "batch_size"), [("smlp", 2), ("smlp", 8), ("smlp", 32), ("flower-cnn", 4), ("flower-cnn", 16), ("cnn", 2)]
 )
 def test_every_input_of_a_batch_is_read(model: str, batch_size: int, observe_victims: Callable) -> None:
     observations, traces = observe_victims(model=model, victims=2, batch_size=batch_size)
@@ -77,6 +78,20 @@ def test_weight_differences_do_not_stop_it(model: str, training: LocalTraining, 
     reading = layer_inputs(observation)
     assert reading is not None and reading.is_exact
     assert relative_errors(true_inputs(observation, trace, reading.layer), reading.inputs).max() < 2e-2
+
+
+def test_sixteen_images_are_told_apart_after_local_epochs_with_momentum_and_not_under_noise(observe_victims: Callable) -> None:
+    training = LocalTraining(lr=0.01, epochs=2, batch_size=4, optimizer="sgd:momentum=0.9")
+
+    def read(**defense: str) -> Tensor:
+        (observation,), (trace,) = observe_victims(model="flower-cnn", victims=1, batch_size=16, training=training, **defense)
+        reading = layer_inputs(unit_length(observation))
+        assert reading is not None
+        truth = true_inputs(observation, trace, reading.layer)
+        return relative_errors(truth - truth.mean(0), reading.inputs - truth.mean(0))
+
+    assert read().median() < 0.3  # the inputs themselves move by a tenth
+    assert read(defense="gaussian:std=0.1").median() > 0.6
 
 
 def test_adam_is_not_read(observe_victims: Callable) -> None:

@@ -6,12 +6,14 @@ the loss at the layer's outputs, here called signals (K × outputs). For one ima
 basis U of the columns of [∇W ∇b]. A ReLU behind the layer tells which Q is right: it sets the signals of closed units to
 exactly zero, so the columns of Sᵀ are the sparsest vectors in the span of U (SPEAR, Dimitrov et al. 2024). No label is needed.
 
-SPEAR finds a column as the kernel of rows of U that are zero by luck, which takes about 2^K draws. Here images are peeled off
-first: the row of a unit that is open for one image alone is that image's input, which says what units it closes, and the kernel
-of their rows is its column. Without this image other units are open for one image alone. What is left is sought by many starts
-that descend to sparse vectors at once, by reweighted least squares; a start needs some 20 small linear systems. Kernels of all
-rows that belong to closed units then make the columns as exact as the gradient. Whether a reading is right shows without the
-truth: the units that the inputs close must be those without a signal.
+SPEAR finds a column as the kernel of rows of U that are zero by luck, which takes about 2^K draws. Here many starts descend
+to sparse vectors at once, by reweighted least squares; a start needs some 20 small linear systems. Kernels of all rows that
+belong to closed units then make the columns as exact as the gradient. Whether a reading is right shows without the truth: the
+units that the inputs close must be those without a signal.
+
+Where this fails, images are peeled off one after another: the row of a unit that is open for one image alone is that image's
+input, which says what units it closes, and the kernel of their rows is its column. Without it, other units are open for one
+of the images that are left.
 
 A weight difference of SGD is a sum of such gradients, one per step. An image that took part in several has one term each, with
 inputs and signals that moved a little; a unit that it left closed all the time still has no signal from it. So the sum is read
@@ -45,7 +47,8 @@ _REFINEMENTS = 30
 _UNIQUE = 1e-4  # least size of U q, for unit q, in closed units of an image to which q does not belong
 _MAX_IMAGES = 128  # the work grows with the third power
 _REWEIGHTINGS, _NARROWING = 12, 0.55  # of a peeled direction; factor per time on what counts as zero
-_DOUBTS = (0.3, 0.1, 1.0)  # shares of the change of an output by which one below zero counts as half closed; several steps: all
+_DOUBTS = (0.1, 0.3, 1.0)  # shares of its change over the steps by which an output below zero counts as half closed
+_PEELABLE, _UNITS = 32, 128  # images at most, and units that may stand for one of them
 _LEAST, _MOST = 1e-4, 0.05  # shares of a row within which an entry may count as zero
 _SPARE = 4  # zeros beyond those that any direction can have
 _PART = 0.1  # share of a row that belongs to the image that it stands for
@@ -154,15 +157,7 @@ class _Reader:
 
     def read(self) -> LayerInputs:
         rank = len(self.sizes)
-        best, candidates = self._solution(torch.eye(rank, dtype=torch.float64)), self._peeled(_DOUBTS[0])
-        if len(self.outputs) > 1:
-            # Of several steps, units that opened or closed on the way leave the error of any refinement small.
-            peeled = [candidates, *(self._peeled(doubt) for doubt in _DOUBTS[1:])]
-            solutions = [self._solution(q) for q in peeled if 2 * len(q) >= rank]
-            if solutions:
-                return self._inputs(min(solutions, key=lambda solution: solution.error))
-        if len(candidates) == rank:
-            best = min(best, self._refined(candidates), key=lambda solution: solution.error)
+        best, candidates = self._solution(torch.eye(rank, dtype=torch.float64)), self.sizes.new_zeros(0, rank)
         zeros, idle, turn = 0, 0, 0
         while best.error > self.converged and idle < _PATIENCE and turn < _ROUNDS:
             fresh = [self._descend(self._starts(candidates))]
@@ -172,28 +167,37 @@ class _Reader:
             best = min(best, self._refined(candidates), key=lambda solution: solution.error)
             before, zeros, turn = zeros, int(self._zeros(candidates).sum()), turn + 1
             idle = idle + 1 if zeros <= before else 0
-        return self._inputs(best)
+        if EXACT < best.error and 1 < rank <= _PEELABLE:
+            best = self._by_peeling() or best
+        return LayerInputs("", (best.mixing @ self.rest)[:, :-1], best.signals, best.error)
 
-    def _inputs(self, solution: _Solution) -> LayerInputs:
-        return LayerInputs("", (solution.mixing @ self.rest)[:, :-1], solution.signals, solution.error)
+    def _by_peeling(self) -> _Solution | None:
+        """What the peeled directions say, where they are most."""
+        if len(self.outputs) == 1:
+            q = self._peeled(0)
+            return self._refined(q) if len(q) == len(self.sizes) else None
+        # Of several steps, units that opened or closed on the way leave the error of any refinement small.
+        peeled = [self._peeled(doubt) for doubt in _DOUBTS]
+        solutions = [self._solution(q) for q in peeled if 2 * len(q) >= len(self.sizes)]
+        return min(solutions, key=lambda solution: solution.error, default=None)
 
     def _peeled(self, doubt: float) -> Tensor:
         """Directions of images, one after another, by units that are open for one of the images left (n × rank)."""
         rank, rows, sums = len(self.sizes), nn.functional.normalize(self.live), self.live.norm(dim=1)
+        units = self.closed_first.argsort(descending=True)[:_UNITS]
         left, chosen = self.live, self.live[:0]
         while len(chosen) < rank:
-            scale = left @ self.rest[:, -1:]
-            inputs = left / torch.where(scale.abs() > 1e-9, scale, 1e-9)  # as mixtures of the rest, if one image is left
+            scale = left[units] @ self.rest[:, -1:]
+            inputs = left[units] / torch.where(scale.abs() > 1e-9, scale, 1e-9)  # as mixtures of the rest, if one image is left
             outputs = inputs @ self.outputs[..., self.is_live]
             highest = outputs.amax(0)
-            change = highest - outputs.amin(0)
-            below = (-highest).clamp_min(0)
+            change, below = highest - outputs.amin(0), (-highest).clamp_min(0)
             q = self._kernels_within(rows, below / (below + doubt * change + 1e-30))
             entries = (q @ rows.T).abs()
             zero = (_ZERO * self._entry_noise(q) / sums).clamp(_LEAST, _MOST)
-            zeros = ((entries < zero) & (highest < change)).sum(1)
-            fits = (left.norm(dim=1) > 1e-3 * sums) & (entries.diagonal() > _PART) & ((below > 0).sum(1) > rank)
-            fits &= (q - q @ torch.linalg.pinv(chosen) @ chosen).norm(dim=1) > _INDEPENDENT
+            zeros = ((entries < zero) & (highest < change + 1e-12)).sum(1)
+            fits = (left.norm(dim=1) > 1e-3 * sums)[units] & (entries.gather(1, units[:, None])[:, 0] > _PART)
+            fits &= ((below > 0).sum(1) > rank) & ((q - q @ torch.linalg.pinv(chosen) @ chosen).norm(dim=1) > _INDEPENDENT)
             best = int(torch.where(fits, zeros, 0).argmax())
             if not fits[best] or zeros[best] < rank - 1 + _SPARE:
                 break
