@@ -59,11 +59,8 @@ def test_images_behind_local_epochs_with_momentum_come_back(
 ) -> None:
     training = LocalTraining(epochs=2, batch_size=2, lr=0.01, optimizer="sgd:momentum=0.9")
     seen, truth = observe_victims(data=shapes, model=pooled(), victims=2, batch_size=4, training=training)
-    recovered = parse("features:starts=4")(seen, budget="quick")
-    quality = best_psnr(recovered, truth)
+    quality = best_psnr(parse("features:starts=4")(seen, budget="quick"), truth)
     assert (quality >= 22).float().mean() >= 0.5, quality
-    alone = parse("features:starts=4")(seen[1:], budget="quick")  # every victim has its own middle, and no other's
-    assert torch.equal(alone[0].images, recovered[1].images)
     noisy, hidden = observe_victims(
         data=shapes, model=pooled(), victims=1, batch_size=4, training=training, defense="gaussian:std=1.0"
     )

@@ -167,7 +167,7 @@ class _Reader:
             best = min(best, self._refined(candidates), key=lambda solution: solution.error)
             before, zeros, turn = zeros, int(self._zeros(candidates).sum()), turn + 1
             idle = idle + 1 if zeros <= before else 0
-        if EXACT < best.error and 1 < rank <= _PEELABLE:
+        if best.error > EXACT and 1 < rank <= _PEELABLE:
             best = self._by_peeling() or best
         return LayerInputs("", (best.mixing @ self.rest)[:, :-1], best.signals, best.error)
 
@@ -212,7 +212,7 @@ class _Reader:
         for _ in range(_REWEIGHTINGS):
             moments = ((weights * factors) @ products).unflatten(1, (rank, rank))
             moments = moments / moments.diagonal(dim1=1, dim2=2).sum(1).clamp_min(1e-30)[:, None, None]
-            q = torch.linalg.eigh(moments)[1][:, :, 0]
+            q: Tensor = torch.linalg.eigh(moments)[1][:, :, 0]
             factors, width = 1 / (1 + ((q @ rows.T) / (width + _LEAST)) ** 2), width * _NARROWING
         return q
 

@@ -20,7 +20,7 @@ from gradveil.core.observation import Observation
 _EXPLAINED = 0.1  # error of a reading above which images are separated as sources instead
 
 
-@attack("linear", targets="unused", version=2)
+@attack("linear", targets="unused", version=3)
 class Linear(ClosedForm):
     """The inputs of a fully connected first layer: of one image by division, of a batch by the zeros that ReLU leaves.
 

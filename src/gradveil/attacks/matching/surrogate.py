@@ -14,7 +14,9 @@ def as_gradient(observation: Observation) -> Observation:
     def one(sighting: Sighting) -> Sighting:
         sent = sighting.update.tensors
         state = {n: v + share * sent[n] if n in sent else v for n, v in sighting.state.items()}
-        return Sighting(state, replace(sighting.update, tensors={n: -t for n, t in sent.items()}, kind="gradient"), sighting.group)
+        return Sighting(
+            state, replace(sighting.update, tensors={n: -t for n, t in sent.items()}, kind="gradient"), sighting.group
+        )
 
     seen = tuple(one(s) for s in observation.seen)
     return replace(observation, seen=seen, knowledge=replace(knowledge, training=knowledge.training.single_gradient()))
