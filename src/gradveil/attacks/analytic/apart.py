@@ -47,10 +47,11 @@ _REFINEMENTS = 30
 _UNIQUE = 1e-4  # least size of U q, for unit q, in closed units of an image to which q does not belong
 _MAX_IMAGES = 128  # the work grows with the third power
 _REWEIGHTINGS, _NARROWING = 12, 0.55  # of a peeled direction; factor per time on what counts as zero
-_DOUBTS = (0.1, 0.3, 1.0)  # shares of its change over the steps by which an output below zero counts as half closed
+_DOUBTS = (0.1, 0.25, 0.4)  # shares of its change over the steps by which an output below zero counts as half closed
 _PEELABLE, _UNITS = 32, 128  # images at most, and units that may stand for one of them
 _LEAST, _MOST = 1e-4, 0.05  # shares of a row within which an entry may count as zero
 _SPARE = 4  # zeros beyond those that any direction can have
+_DISTINCT = 0.3  # as _INDEPENDENT, for directions that are peeled from several steps
 _PART = 0.1  # share of a row that belongs to the image that it stands for
 
 
@@ -185,6 +186,7 @@ class _Reader:
         """Directions of images, one after another, by units that are open for one of the images left (n × rank)."""
         rank, rows, sums = len(self.sizes), nn.functional.normalize(self.live), self.live.norm(dim=1)
         units = self.closed_first.argsort(descending=True)[:_UNITS]
+        distinct = _INDEPENDENT if len(self.outputs) == 1 else _DISTINCT
         left, chosen = self.live, self.live[:0]
         while len(chosen) < rank:
             scale = left[units] @ self.rest[:, -1:]
@@ -197,7 +199,7 @@ class _Reader:
             zero = (_ZERO * self._entry_noise(q) / sums).clamp(_LEAST, _MOST)
             zeros = ((entries < zero) & (highest < change + 1e-12)).sum(1)
             fits = (left.norm(dim=1) > 1e-3 * sums)[units] & (entries.gather(1, units[:, None])[:, 0] > _PART)
-            fits &= ((below > 0).sum(1) > rank) & ((q - q @ torch.linalg.pinv(chosen) @ chosen).norm(dim=1) > _INDEPENDENT)
+            fits &= ((below > 0).sum(1) > rank) & ((q - q @ torch.linalg.pinv(chosen) @ chosen).norm(dim=1) > distinct)
             best = int(torch.where(fits, zeros, 0).argmax())
             if not fits[best] or zeros[best] < rank - 1 + _SPARE:
                 break
