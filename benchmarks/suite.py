@@ -21,7 +21,9 @@ HEAD = """# The standard suite, defense by defense
 Each row is one defense under its strongest attack, its counters included. `identified` is the share of victims whose image
 is nearest to what was rebuilt among all others of its class, with its 95 % interval; PSNR, SSIM and ASR (share of images with
 SSIM of 0.6 and more) take for every victim the attack that got most of it. What a verdict means, and what not, is told
-in [Concepts](../concepts.md). Sections with other attacks than the suite's name them in their command.
+in [Concepts](../concepts.md). The line-up is another risk: victims that someone who has them picks out of m images of their
+class. Sections with other attacks than the suite's name them in their command. What the older suite got is
+[kept](suite_v1.md).
 """
 
 
@@ -43,19 +45,19 @@ def section(folder: Path) -> str:
         "",
         f"`{summary.command}`",
         "",
-        f"Scope: {summary.scope}; suite {summary.suite}; {environment.seconds / 60:.0f} min on "
-        f"{environment.cpus} processors with gradveil {environment.gradveil}, torch {environment.packages['torch']}. "
+        f"Scope: {summary.scope}; suite {summary.suite}; {cpu_seconds(folder) / 60:.0f} CPU minutes, all cells together, "
+        f"with gradveil {environment.gradveil}, torch {environment.packages['torch']}. "
         f"With no update at all the class mean has {mean(summary.baseline.psnr, 1)} dB.",
         "",
-        "| defense | strongest attack | PSNR | SSIM | ASR | identified | cosine to the true update | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        "| defense | strongest attack | PSNR | SSIM | ASR | identified | cosine to the true update | verdict | line-up |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(row(defense) for defense in summary.defenses),
         "",
         "### Every attack",
         "",
-        "| defense | attack | PSNR | SSIM | identified | seconds |",
+        "| defense | attack | PSNR | SSIM | identified | CPU seconds |",
         "|---|---|---|---|---|---|",
-        *(line for defense in summary.defenses for line in each(defense)),
+        *(line for defense in summary.defenses for line in each(defense, RunFolder(folder))),
         "",
     ]
     return "\n".join(lines)
@@ -64,17 +66,29 @@ def section(folder: Path) -> str:
 def row(defense: DefenseRow) -> str:
     worst, best = defense.worst, defense.best
     if worst is None or best is None:
-        return f"| `{defense.spec}` | no attack applies | | | | | | |"
+        return f"| `{defense.spec}` | no attack applies | | | | | | | {line_up(defense)} |"
     cosine = "" if defense.cosine is None else f"{defense.cosine:.2f}"
     return (
         f"| `{defense.spec}` | `{best.spec}` | {mean(worst.psnr, 1)} | {mean(worst.ssim, 2)} "
-        f"| {worst.asr:.2f} | {rate(worst.identified)} | {cosine} | {defense.verdict} |"
+        f"| {worst.asr:.2f} | {rate(worst.identified)} | {cosine} | {defense.verdict} | {line_up(defense)} |"
     )
 
 
-def each(defense: DefenseRow) -> list[str]:
+def line_up(defense: DefenseRow) -> str:
+    risk = defense.line_up
+    return "" if risk is None else f"{sum(rank == 1 for rank in risk.ranks)} of {len(risk.ranks)}, m = {risk.m}"
+
+
+def cpu_seconds(folder: Path) -> float:
+    """Of all cells of the run."""
+    run = RunFolder(folder)
+    return sum(run.outcome(file.stem).cpu_seconds or 0.0 for file in (folder / "cells").glob("*.json"))
+
+
+def each(defense: DefenseRow, run: RunFolder) -> list[str]:
     return [
-        f"| `{defense.spec}` | `{a.spec}` | {mean(a.psnr, 1)} | {mean(a.ssim, 2)} | {rate(a.identified)} | {a.seconds:.0f} |"
+        f"| `{defense.spec}` | `{a.spec}` | {mean(a.psnr, 1)} | {mean(a.ssim, 2)} | {rate(a.identified)} "
+        f"| {run.outcome(a.cell).cpu_seconds or 0:.0f} |"
         for a in defense.attacks
         if a.ok and a.against == "original"
     ]
