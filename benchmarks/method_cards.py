@@ -3,8 +3,8 @@
     python benchmarks/method_cards.py --audit RUN [RUN …]
 
 `--audit` names folders of audits over the defenses (`gradveil audit … --out RUN`); the pages show their numbers, dates
-and commands. All text comes from the docstring of the defense. `--text` writes only the text and the settings anew and
-keeps the rest of each page.
+and commands. All text comes from the docstring of the defense. `--text` writes only the text and the settings anew, and
+`--measured` only the measurements, where an audit has them; both keep the rest of each page.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gradveil.defenses.base import Setup
 from gradveil.summary import Summary
 
 IMAGES = 6
+MEASURED = "## Measured here"
 PUBLISHED = {
     "loda": "CIFAR-10: accuracy 95.20 → 89.50 (LODA1), PSNR under IG 16.61 → 5.77 dB, with its adaptive attack 12.95 dB.",
     "dcs2": "MNIST under GS: PSNR 59.20 → 7.84 dB, SSIM 1.00 → 0.17, accuracy 87.16 → 86.98.",
@@ -50,16 +51,22 @@ def main() -> None:
     arguments.add_argument("--audit", type=Path, nargs="+", default=[], help="folders of audits over the defenses")
     arguments.add_argument("--out", type=Path, default=Path("docs/methods"))
     arguments.add_argument("--text", action="store_true", help="write only text and settings anew")
+    arguments.add_argument("--measured", action="store_true", help="write only measurements anew")
     arguments.add_argument("names", nargs="*", help="defenses; all without")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     summaries = [Summary.read(folder) for folder in options.audit]
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or [n for n in registry.names() if n != "none"]:
+        page = options.out / f"{name}.md"
         if options.text:
-            page = options.out / f"{name}.md"
             rest = page.read_text(encoding="utf-8").partition("## Cost")[2]
             page.write_text("\n".join([*text(name), "## Cost"]) + rest, encoding="utf-8")
+        elif options.measured:
+            lines = measurements(name, summaries)
+            if lines[2:]:
+                kept = page.read_text(encoding="utf-8").partition(MEASURED)[0]
+                page.write_text(kept + "\n".join([*lines, *published(name)]) + "\n", encoding="utf-8")
         else:
             card(name, summaries, options.out)
         print(options.out / f"{name}.md", flush=True)
@@ -75,10 +82,16 @@ def card(name: str, summaries: list[Summary], out: Path) -> None:
     lines += ["## What breaks it", ""]
     counters = ", ".join(f"`{c}`" for c in accepted_counters(cls))
     lines += [f"Counters: {counters}." if counters else "No counter is known: unrefuted, which is not the same as harmless."]
-    lines += ["", "## Measured here", "", *(line for one in summaries for line in measured(name, one))]
-    if name in PUBLISHED:
-        lines += ["", f"Published: {PUBLISHED[name]}"]
+    lines += ["", *measurements(name, summaries), *published(name)]
     (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def measurements(name: str, summaries: list[Summary]) -> list[str]:
+    return [MEASURED, "", *(line for one in summaries for line in measured(name, one))]
+
+
+def published(name: str) -> list[str]:
+    return ["", f"Published: {PUBLISHED[name]}"] if name in PUBLISHED else []
 
 
 def text(name: str) -> list[str]:
