@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.lineup import contributions as module
 from gradveil.attacks.lineup.contributions import Contributions, LayerBlock, SingleGradients
 from gradveil.attacks.lineup.others import Filter, OtherImages, Seen, Whitening
 from gradveil.core.gradients import ModelFunction
+from gradveil.core.loops import sampled
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
@@ -55,6 +57,22 @@ def test_inner_products_are_those_of_the_gradients() -> None:
     along = contributions.along(gradients.split(sent)).sum(0)
     assert torch.allclose(along, rows @ rows[:3].mean(0), rtol=1e-4, atol=1e-7)
     assert float(contributions.entries.sum()) == rows.shape[1]
+
+
+def test_a_plan_computes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 1)  # image by image
+    _, _, gradients, _, _ = prepared()
+    images, chunks = batch(60), list[int]()
+    monkeypatch.setattr(
+        gradients, "_chunk", lambda x, *rest: chunks.append(len(x)) or SingleGradients._chunk(gradients, x, *rest)
+    )
+    with sampled() as sample:
+        contributions = gradients.of(images, generator(0))
+    assert len(chunks) < 10 and contributions.squares().shape[1] == 60
+    assert sample.skipped > 0 and sample.shared > sample.skipped
+    with sampled() as sample:
+        gradients.of(images, generator(0), shared=False)
+    assert sample.skipped > 0 and sample.shared == 0
 
 
 def test_only_some_entries() -> None:

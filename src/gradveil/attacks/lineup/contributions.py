@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.layers import hooked
+from gradveil.core.loops import Loop
 from gradveil.core.randomness import TorchStream, generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
@@ -136,13 +137,15 @@ class SingleGradients:
         bounds = torch.tensor([0, *sizes]).cumsum(0)[torch.linspace(0, len(sizes), min(GROUPS, len(sizes)) + 1).long()]
         self.kept = [kept[(kept >= low) & (kept < high)] for low, high in pairwise(bounds)]
 
-    def of(self, images: Batch, rng: TorchStream) -> Contributions:
-        """Those of images in [0, 1] with their labels."""
+    def of(self, images: Batch, rng: TorchStream, *, shared: bool = True) -> Contributions:
+        """Those of images in [0, 1] with their labels. `shared`: whether they serve all victims."""
         x = self.task.normalize(images.x)
         width = sum(self.state[n].numel() for n in self.names) + 64 * x[0].numel()
-        parts = [self._chunk(x[i], images.y[i], rng) for i in torch.arange(len(x)).split(max(1, CHUNK // width))]
-        joined = [_joined([part[i] for part in parts]) for i in range(len(parts[0]))]
-        return Contributions(tuple(joined))
+        chunks = torch.arange(len(x)).split(max(1, CHUNK // width))
+        parts = [self._chunk(x[chunks[i]], images.y[chunks[i]], rng) for i in Loop(len(chunks), shared=shared)]
+        joined = Contributions(tuple(_joined([part[i] for part in parts]) for i in range(len(parts[0]))))
+        done = sum(map(len, chunks[: len(parts)]))
+        return joined if done == len(x) else joined.picked(torch.arange(len(x)) % done)
 
     def split(self, tensors: Tensors) -> list[Tensor]:
         """An update in the same blocks."""

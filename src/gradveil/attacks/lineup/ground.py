@@ -105,10 +105,10 @@ class Ground:
     def labels(self, images: Batch) -> Tensor:
         return images.hard_labels if self.task.has_classes else torch.zeros(len(images), dtype=torch.long)
 
-    def contributions(self, images: Batch, draw: int = 0) -> Contributions:
-        """Gradients of single images, as the defense lets them enter the network."""
+    def contributions(self, images: Batch, draw: int = 0, *, shared: bool = True) -> Contributions:
+        """Gradients of single images, as the defense lets them enter the network. `shared`: whether they serve all victims."""
         fed = images if self.encoder is None else self.encoder.fed(self.observation.state, images, "line-up", draw)
-        return self.gradients.of(fed, generator("line-up", draw))
+        return self.gradients.of(fed, generator("line-up", draw), shared=shared)
 
     def sent(self, observation: Observation, tensors: Tensors, labels: Tensor, sightings: int = 1) -> Sent:
         """An update at unit length, or the mean of several ones, with the labels of its images."""
@@ -121,7 +121,7 @@ class Ground:
 
     def line_up(self, images: Batch, draw: int = 0) -> Faces:
         """Candidates with all that their comparison needs of them alone."""
-        contributions = self.contributions(images, draw)
+        contributions = self.contributions(images, draw, shared=False)
         faces = Faces(contributions, self.labels(images), contributions.squares())
         if self.background is None or self.masks or isinstance(self.way, Span):
             return faces

@@ -21,6 +21,7 @@ from gradveil.attacks.lineup.others import Filter, Seen, Whitening
 from gradveil.attacks.lineup.span import Directions, Span
 from gradveil.attacks.unit_length import unit_length, why_unusable
 from gradveil.client import Client
+from gradveil.core.loops import Loop
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors, Update
@@ -92,7 +93,7 @@ def _choose(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Non
 def _rounds(ground: Ground, client: Client, held_out: Batch, rounds: int) -> Iterator[tuple[Observation, Tensor]]:
     """Updates of held-out batches, and the places of their images."""
     state, rng = ground.observation.state, generator("line-up", "rehearsal")
-    for i in range(rounds):
+    for i in Loop(rounds, shared=True):
         rows = torch.randperm(len(held_out), generator=rng)[: ground.batch_size]
         update, _ = client.round(state, held_out[rows], "line-up", i)
         observed = observe(ground.task, [Sighting(state, update)], training=client.training, defense=client.defense)
