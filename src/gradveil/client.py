@@ -83,14 +83,17 @@ class Client:
             drawn = protected[part]
             step = self._step({**buffers, **parameters}, drawn, rng, secrets)
             step.expected = training.expected_size(len(batch))
+            nothing = {name: torch.zeros_like(p) for name, p in parameters.items()}
             if not len(drawn):
                 fed.append(drawn)
-                return self.defense.gradient({name: torch.zeros_like(p) for name, p in parameters.items()}, step)
+                return self.defense.gradient(nothing, step)
             step.batch = self.defense.batch(drawn, step)
             step.noise = model.draw_noise(len(step.batch), rng)
             secrets.update(step.noise)
             fed.append(step.batch)
             with torch.no_grad():
+                if self.defense.starts_over and not model.couples_images:  # no statistics move either
+                    return self.defense.gradient(nothing, step)
                 with model.batch_moments() as moments:
                     plain = step.gradient(step.batch)
                 buffers.update(moved_statistics(buffers, moments))

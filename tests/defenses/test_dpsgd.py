@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import gradveil as gv
+from gradveil.certification import certificate
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
-from gradveil.core.local_training import LocalTraining
+from gradveil.core.local_training import LocalTraining, freeze
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
-from gradveil.defenses.gradient import dpsgd
 from gradveil.defenses.gradient.dpsgd import DpSgd, noise_for
 
 
@@ -73,15 +73,6 @@ def test_each_image_is_clipped_by_itself():
     factors = torch.tensor([min(1.0, clip / norm(g)) for g in single])
     torch.testing.assert_close(trace.secrets["clipped"], factors)
     assert int((factors < 1).sum()) == 3
-
-
-def test_chunks_change_nothing(monkeypatch):
-    one, batch = setup("dpsgd:noise=0,clip=0.5")
-    whole = one.round(one.task.model.state(), batch, 0)[0].tensors
-    monkeypatch.setattr(dpsgd, "CHUNK", 400)  # two images at a time: the model has 163 values
-    parts = one.round(one.task.model.state(), batch, 0)[0].tensors
-    for name in whole:
-        torch.testing.assert_close(parts[name], whole[name])
 
 
 def test_a_random_network_keeps_each_images_draw():
@@ -166,6 +157,47 @@ def test_a_missing_accountant_is_told_in_one_line(monkeypatch):
         setup("dpsgd:epsilon=3.21,rounds=7")
 
 
-def test_noise_and_epsilon_exclude_each_other():
-    with pytest.raises(UserError, match="not both"):
-        parse("dpsgd:noise=1,epsilon=8")
+@pytest.mark.parametrize("settings", ["noise=1,epsilon=8", "noise=1,risk=0.05", "epsilon=8,risk=0.05"])
+def test_noise_epsilon_and_risk_exclude_each_other(settings):
+    with pytest.raises(UserError, match="set one of noise, epsilon and risk"):
+        parse(f"dpsgd:{settings}")
+
+
+def test_the_noise_for_a_risk_promises_just_that_over_all_rounds():
+    method = parse("dpsgd:risk=0.05,rounds=20")
+    assert isinstance(method, DpSgd) and method.std(8) == pytest.approx(method.multiplier / 8)
+    assert gv.certify(method, rounds=20).upper == pytest.approx(0.05, rel=1e-6)
+    assert gv.certify(method, rounds=21).upper > 0.051  # one more than planned
+    longer = parse("dpsgd:risk=0.05,rounds=20,line_up=10001")
+    assert gv.certify(longer, rounds=20, line_up=10001).upper == pytest.approx(0.05, rel=1e-6)
+    assert gv.certify(longer, rounds=20).upper > 0.1  # a shorter line-up is easier
+    with pytest.raises(UserError, match="guessing reaches"):
+        setup("dpsgd:risk=0.0001")
+
+
+def test_the_noise_for_a_risk_counts_poisson_samples_in_whole_epochs(monkeypatch):
+    pytest.importorskip("opacus")
+    monkeypatch.setattr(certificate, "SEARCH_DIGITS", 1)
+    method = parse("dpsgd:risk=0.05,rounds=3,sample_rate=0.5")
+    assert isinstance(method, DpSgd)
+    promised, more = (gv.certify(method, rounds=n, sampling="poisson", sample_rate=0.5).upper for n in (2, 4))
+    assert 0.04 < promised <= 0.05 < more
+    assert method.multiplier < parse("dpsgd:risk=0.05,rounds=4").multiplier
+
+
+def test_a_frozen_network_is_clipped_over_its_head_alone():
+    training = LocalTraining(frozen=("1.*",))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+    freeze(module, training.frozen)
+    (plain, batch), (private, _) = setup("none", module, training), setup("dpsgd:noise=0,clip=0.1", module, training)
+    state = plain.task.model.state()
+    single = [plain.round(state, batch[i : i + 1], 0)[0].tensors for i in range(6)]
+    assert list(single[0]) == ["3.weight", "3.bias"] and all(norm(g) > 0.1 for g in single)
+    update, _ = private.round(state, batch, 0)
+    for name in single[0]:
+        expected = torch.stack([g[name] * 0.1 / norm(g) for g in single]).mean(0)
+        torch.testing.assert_close(update.tensors[name], expected, atol=1e-7, rtol=1e-5)
+    loud, _ = setup("dpsgd:noise=2", module, training)
+    assert list(loud.round(state, batch, 0)[0].tensors) == ["3.weight", "3.bias"]

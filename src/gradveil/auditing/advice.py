@@ -264,7 +264,7 @@ class Strength:
 
     def level(self, defense: Defense) -> float | None:
         value: Any = getattr(defense, self.name(defense))
-        if getattr(defense, "epsilon", None) is not None:
+        if any(getattr(defense, name, None) is not None for name in ("epsilon", "risk")):
             return None
         value = NOISE if value is None else value
         left = 1 - value if self.share else value

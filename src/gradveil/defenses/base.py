@@ -94,6 +94,7 @@ class Defense:
     counters: Sequence[str] = ()
     random: bool = False  # whether two updates of one batch differ
     takes_empty: ClassVar[bool] = False  # whether its batch and gradient stages act on a batch without images
+    starts_over: bool = False  # whether its gradient stage computes from the images, whatever gradient comes in
 
     def prepare(self, setup: Setup) -> Any:
         return None
@@ -159,6 +160,7 @@ class Chain(Defense):
         self._parts = tuple(p for part in parts for p in part.parts)
         self.counters = tuple(dict.fromkeys(c for p in self._parts for c in claimed_counters(p)))
         self.random = any(p.random for p in self._parts)
+        self.starts_over = next((p.starts_over for p in self._parts if "gradient" in p.stages), False)
 
     def __repr__(self) -> str:
         return f"Chain({self.spec!r})"

@@ -1,61 +1,73 @@
 """DP-SGD: bound the contribution of every single image to a gradient, then add noise."""
 
-from collections.abc import Iterator
+import math
 from functools import lru_cache
 from types import ModuleType
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 
+from gradveil.certification import certificate
+from gradveil.certification.mechanism import Mechanism, Releases
 from gradveil.core.errors import UserError
+from gradveil.core.per_image import clipped_sum
 from gradveil.core.settings import settings
 from gradveil.core.types import Noise, Tensors
 from gradveil.defenses import Defense, Setup, Step, defense
 
-NOISE = 1.0  # multiplier where neither noise nor epsilon is set
-CHUNK = 1 << 26  # values of per-image gradients in memory at a time
+NOISE = 1.0  # multiplier where nothing determines it
 
 
-@defense("dpsgd", random=True)
+@defense("dpsgd", random=True, version=2)
 @settings
 class DpSgd(Defense):
     """Clip the gradient of every image, average, and add Gaussian noise of std `noise` · `clip` / batch size.
 
-    Abadi et al. 2016. Over all steps of a training this is (ε, δ)-differentially private towards the server. The
-    accountant is that of Opacus (Rényi). Secrets: `clipped`, the factor (at most 1) that scaled the gradient of each
-    image.
+    Abadi et al. 2016, with the book-keeping of Bu et al. 2023: most networks need one pass. Over all steps of a training this
+    is (ε, δ)-differentially private towards the server. The accountant of `epsilon` is that of Opacus (Rényi). `risk` is a
+    promise against everyone who sees all `rounds` noisy gradients: nobody picks the image that was used out of `line_up`
+    equally likely ones with a higher probability (`gradveil certify` says what voids it). Choose `clip` and the learning rate on
+    public images, or on validation images that no client trains on: choices made on the private images are counted by
+    no accountant, and void the promise. Secrets: `clipped`, the factor (at most 1) that scaled the gradient of each image.
 
     Args:
-        clip: bound on the norm of the gradient of one image.
-        noise: multiplier; 1 where neither `noise` nor `epsilon` is set.
+        clip: bound on the norm of the gradient of one image, over all trained parameters.
+        noise: multiplier; 1 where none of `noise`, `epsilon` and `risk` is set.
         epsilon: ε of the whole training; the multiplier is computed from it. Needs Opacus.
         delta: δ.
+        risk: the highest probability with which a line-up may succeed; the multiplier is computed from it. Needs Opacus
+            where `sample_rate` is below 1.
+        line_up: candidates of the line-up.
         rounds: number of noisy gradients that a client computes in total, local steps included.
         sample_rate: share of the client's data per gradient. Below 1 it counts amplification by subsampling, which
-            holds only if each batch is a Poisson sample of the data; 1 claims none.
+            holds only if each batch is a Poisson sample of the data; 1 claims none. `risk` counts whole epochs.
 
     Example:
         >>> gv.protect(model, "dpsgd:clip=0.5,noise=1.1", data=(x, y))
     """
 
     takes_empty: ClassVar[bool] = True
+    starts_over = True
 
     clip: float = Field(default=1.0, gt=0)
     noise: float | None = Field(default=None, ge=0)
     epsilon: float | None = Field(default=None, gt=0)
     delta: float = Field(default=1e-5, gt=0, lt=1)
+    risk: float | None = Field(default=None, gt=0, lt=1)
+    line_up: int = Field(default=certificate.LINE_UP, ge=2)
     rounds: int = Field(default=100, ge=1)
     sample_rate: float = Field(default=1.0, gt=0, le=1)
 
     def __post_init__(self) -> None:
-        if self.noise is not None and self.epsilon is not None:
-            raise UserError("dpsgd: set noise or epsilon, not both; each determines the other.")
+        if sum(value is not None for value in (self.noise, self.epsilon, self.risk)) > 1:
+            raise UserError("dpsgd: set one of noise, epsilon and risk; each determines the others.")
 
     @property
     def multiplier(self) -> float:
         if self.epsilon is not None:
             return noise_for(self.epsilon, self.delta, self.rounds, self.sample_rate)
+        if self.risk is not None:
+            return noise_for_risk(self.risk, self.line_up, self.rounds, self.sample_rate)
         return NOISE if self.noise is None else self.noise
 
     def std(self, examples: int) -> float:
@@ -72,26 +84,12 @@ class DpSgd(Defense):
         return self.multiplier  # computed once; a missing accountant is reported before any work
 
     def gradient(self, tensors: Tensors, step: Step) -> Tensors:
-        total = {name: torch.zeros_like(g) for name, g in tensors.items()}
-        factors = []
-        for gradients in _per_image(step, sum(g.numel() for g in tensors.values())):
-            squares = sum(((g.double() ** 2).flatten(1).sum(dim=1) for g in gradients.values()), torch.zeros(()))
-            factors.append((self.clip / squares.sqrt().clamp_min(1e-12)).clamp_max(1.0))
-            for name, g in gradients.items():
-                total[name] += torch.einsum("n,n...->...", factors[-1].to(g), g)
-        step.remember(clipped=torch.cat([f.float() for f in factors] or [torch.zeros(0)]))
+        x = step.task.normalize(step.batch.x)
+        total, factors = clipped_sum(step.model, step.state, x, step.batch.y, step.noise, self.clip)
+        step.remember(clipped=factors.float())
         count = step.expected or len(step.batch)  # the number in a Poisson sample would tell who is in it
         std = self.std(count)
         return {name: step.rng.added_normal(g / count, std) for name, g in total.items()}
-
-
-def _per_image(step: Step, values: int) -> Iterator[Tensors]:
-    """Gradients of single images (`values` numbers each), along a first axis that is as long as memory allows."""
-    x, chunk = step.task.normalize(step.batch.x), max(1, CHUNK // values)
-    for start in range(0, len(x), chunk):
-        part = slice(start, start + chunk)
-        noise = {name: draw[part, None] for name, draw in step.noise.items()}
-        yield step.model.gradients(step.state, x[part, None], step.batch.y[part, None], noise)
 
 
 @lru_cache
@@ -105,6 +103,17 @@ def noise_for(epsilon: float, delta: float, rounds: int, sample_rate: float) -> 
         )
     except ValueError as error:
         raise UserError(f"dpsgd: epsilon={epsilon:g} cannot be kept over {rounds} rounds: {error}") from None
+
+
+@lru_cache
+def noise_for_risk(risk: float, line_up: int, rounds: int, sample_rate: float) -> float:
+    """The noise multiplier with which a line-up after `rounds` noisy gradients succeeds at most with probability `risk`."""
+    if sample_rate < 1:
+        epochs = math.ceil(rounds * sample_rate - 1e-9)
+        releases = Releases(rounds=epochs, sampling="poisson", sample_rate=sample_rate)
+    else:
+        releases = Releases(rounds=rounds)
+    return certificate.noise_for(risk, Mechanism("dpsgd", NOISE), releases, line_up)
 
 
 def _accountants() -> ModuleType:

@@ -1,0 +1,278 @@
+"""What a call of a layer and the signal at its outputs tell about the gradient of each image in the layer's parameters.
+
+A rule takes the images and the arguments of the call. It returns, for each parameter, a function of the signal. It may be wrong
+for a model that uses the layer otherwise, so nothing is taken from it that a probe has not confirmed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KEPT = 1 << 23  # values of one parameter's gradients of single images that stay in memory, if a second sum would cost much
+SMALL = 1 << 19  # values that always stay
+MUCH = 256  # rows of an image
+GHOST = 30  # products of rows are cheaper than gradients up to so many multiplications per entry of a gradient
+CANCELLED = 1e-4  # a square this much below its bound has lost its digits in the product of rows
+GROUPED = (8, 250)  # a grouped convolution is faster from so many channels on, up to so many weights per position
+
+
+class Part(NamedTuple):
+    """The gradients of single images in one parameter."""
+
+    squares: Tensor  # of their norms
+    total: Callable[[Tensor], Tensor]  # their sum, each times the factor of its image
+
+
+class Images(NamedTuple):
+    """How many there are, and how their rows follow each other: image by image, or the first rows of all images first."""
+
+    count: int
+    rows_first: bool = False
+
+    def rows(self, values: Tensor, *tail: int) -> Tensor:
+        """Images × rows × tail."""
+        if self.rows_first:
+            return values.reshape(-1, self.count, *tail).transpose(0, 1)
+        return values.reshape(self.count, -1, *tail)
+
+
+Read = Callable[[Tensor], Part]
+Rule = Callable[..., list[tuple[Tensor | None, Read]]]
+Size = int | Sequence[int]
+
+
+def kept(gradients: Tensor) -> Part:
+    """Of gradients that stay in memory."""
+    rows = gradients.flatten(2) if gradients.ndim > 2 else gradients[:, None]
+    squares = torch.linalg.vector_norm(rows, dim=2).square().sum(1).double()
+    return Part(squares, lambda factors: torch.tensordot(factors.to(gradients), gradients, 1))
+
+
+# -- products of inputs and signals: linear layers, convolutions -----------------------------------------------------------
+
+
+def _product(
+    rows: Callable[[slice], tuple[Tensor, Tensor]],
+    gradients: Callable[[slice], Tensor],
+    weighted: Callable[[Tensor], Tensor],
+    images: int,
+    shape: tuple[int, int, int, int],
+) -> Part:
+    """Of gradients D Aᵀ per image, where A is inputs × rows and D outputs × rows: by the cheaper way to their norms.
+
+    |D Aᵀ|² is the sum over AᵀA · DᵀD, entry by entry (ghost norm). `shape` is groups, outputs, inputs and rows of an image.
+    """
+    groups, outputs, inputs, length = shape
+    entries = groups * outputs * inputs
+    if length**2 * groups * (inputs + outputs) <= GHOST * entries:
+        a, d = rows(slice(None))
+        gram = (a.mT @ a, d.mT @ d)
+        squares = (gram[0] * gram[1]).flatten(1).sum(1).double()
+        bound = torch.stack([g.diagonal(dim1=2, dim2=3).flatten(1).sum(1) for g in gram]).prod(0)
+        for i in (squares < CANCELLED * bound / length).nonzero().flatten().tolist():
+            squares[i] = kept(gradients(slice(i, i + 1))).squares[0]
+        return Part(squares, weighted)
+    if images * entries <= (KEPT if length >= MUCH else SMALL):
+        return kept(gradients(slice(None)))
+    chunk = max(1, SMALL // 2 // entries)
+    parts = [kept(gradients(slice(i, i + chunk))).squares for i in range(0, images, chunk)]
+    return Part(torch.cat(parts), weighted)
+
+
+def _linear(images: Images, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[tuple[Tensor | None, Read]]:
+    def read_weight(signal: Tensor) -> Part:
+        a, d = (images.rows(t, t.shape[-1]) for t in (input, signal))
+
+        def weighted(factors: Tensor) -> Tensor:
+            return (d * factors.to(d)[:, None, None]).flatten(0, 1).mT @ a.flatten(0, 1)
+
+        return _product(
+            lambda part: (a[part, None].mT, d[part, None].mT),
+            lambda part: d[part].mT @ a[part],
+            weighted,
+            images.count,
+            (1, d.shape[2], a.shape[2], a.shape[1]),
+        )
+
+    return [(weight, read_weight), (bias, lambda signal: kept(images.rows(signal, signal.shape[-1]).sum(1)))]
+
+
+def _convolution(
+    images: Images,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: str | Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> list[tuple[Tensor | None, Read]]:
+    axes = weight.ndim - 2
+    kernel = list(weight.shape[2:])
+    steps, apart = _each(stride, axes), _each(dilation, axes)
+    if isinstance(padding, str):
+        spans = [a * (k - 1) for a, k in zip(apart, kernel, strict=True)] if padding == "same" else [0] * axes
+        if any(span % 2 for span in spans):
+            return []  # more on one side than on the other
+        padding = [span // 2 for span in spans]
+    around = _each(padding, axes)
+
+    def backward(x: Tensor, signal: Tensor, w: Tensor, groups: int) -> Tensor:
+        options = (None, steps, around, apart, False, [0] * axes, groups, [False, True, False])
+        gradient: Tensor = torch.ops.aten.convolution_backward(signal, x, w, *options)[1]
+        return gradient
+
+    def read_weight(signal: Tensor) -> Part:
+        per_image = len(input) // images.count  # crops, say
+        outputs, length = len(weight) // groups, math.prod(signal.shape[2:])
+
+        def unfolded(part: slice) -> tuple[Tensor, Tensor]:
+            x, d = (t.unflatten(0, (images.count, per_image))[part].flatten(0, 1) for t in (input, signal))
+            windows = F.pad(x, [p for p in reversed(around) for _ in range(2)])
+            for axis, (size, step, gap) in enumerate(zip(kernel, steps, apart, strict=True), start=2):
+                windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+            order = (0, 1, *range(axes + 2, 2 * axes + 2), *range(2, axes + 2))
+            a, d = (t.reshape(-1, per_image, groups, t.shape[1] // groups * n, length)
+                    for t, n in ((windows.permute(order), math.prod(kernel)), (d, 1)))
+            return tuple(t.permute(0, 2, 3, 1, 4).flatten(3) for t in (a, d))
+
+        def gradients(part: slice) -> Tensor:
+            channels, entries = GROUPED
+            if per_image > 1 or weight.shape[1] < channels or weight[0].numel() * outputs > entries * length:
+                a, d = unfolded(part)
+                return (d @ a.mT).view(-1, *weight.shape)
+            x, d = (t[part].flatten(0, 1)[None] for t in (input, signal))
+            count = x.shape[1] // input.shape[1]
+            return backward(x, d, weight.repeat(count, *[1] * (axes + 1)), groups * count).view(count, *weight.shape)
+
+        def weighted(factors: Tensor) -> Tensor:
+            scale = factors.to(signal).repeat_interleave(per_image).view(-1, *[1] * (axes + 1))
+            return backward(input, signal * scale, weight, groups)
+
+        shape = (groups, outputs, weight[0].numel(), per_image * length)
+        return _product(unfolded, gradients, weighted, images.count, shape)
+
+    return [(weight, read_weight), (bias, lambda signal: kept(images.rows(signal.flatten(2).sum(2), len(weight)).sum(1)))]
+
+
+def _each(size: Size, axes: int) -> list[int]:
+    return [size] * axes if isinstance(size, int) else [*size] * (axes // len(size))
+
+
+# -- scales and shifts of normalized inputs --------------------------------------------------------------------------------
+
+
+def _scaled(
+    images: Images, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor], *, last: bool = False
+) -> list[tuple[Tensor | None, Read]]:
+    """Outputs are normalized inputs, times the weight, plus the bias; of channels, or of the last axes."""
+
+    def summed(values: Tensor, like: Tensor) -> Part:
+        if last:
+            return kept(images.rows(values, *like.shape).sum(1))
+        return kept(images.rows(values.flatten(2).sum(2), len(like)).sum(1))
+
+    reads: list[tuple[Tensor | None, Read]] = []
+    if weight is not None:
+        reads.append((weight, lambda signal: summed(signal * normalized(), weight)))
+    if bias is not None:
+        reads.append((bias, lambda signal: summed(signal, bias)))
+    return reads
+
+
+def _group_norm(
+    images: Images, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> list[tuple[Tensor | None, Read]]:
+    return _scaled(images, weight, bias, lambda: F.group_norm(input, num_groups, eps=eps))
+
+
+def _layer_norm(
+    images: Images,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> list[tuple[Tensor | None, Read]]:
+    return _scaled(images, weight, bias, lambda: F.layer_norm(input, normalized_shape, eps=eps), last=True)
+
+
+def _instance_norm(
+    images: Images,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[tuple[Tensor | None, Read]]:
+    statistics = () if use_input_stats else (running_mean, running_var)  # they may have moved since
+    return _scaled(
+        images, weight, bias, lambda: F.instance_norm(input, *statistics, use_input_stats=use_input_stats, eps=eps)
+    )
+
+
+def _batch_norm(
+    images: Images,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[tuple[Tensor | None, Read]]:
+    if training:
+        return []  # it couples the images
+    return _scaled(images, weight, bias, lambda: F.batch_norm(input, running_mean, running_var, eps=eps))
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def _embedding(
+    images: Images,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> list[tuple[Tensor | None, Read]]:
+    if scale_grad_by_freq:
+        return []  # it couples the images
+
+    def read(signal: Tensor) -> Part:
+        rows, d = images.rows(input), images.rows(signal, signal.shape[-1])
+        if padding_idx is not None:
+            d = d * (rows != padding_idx % len(weight))[..., None]
+        same = (rows[:, :, None] == rows[:, None, :]).to(d)
+
+        def weighted(factors: Tensor) -> Tensor:
+            scaled = (d * factors.to(d)[:, None, None]).flatten(0, 1)
+            return torch.zeros_like(weight).index_add_(0, rows.flatten(), scaled)
+
+        return Part(torch.einsum("nst,nst->n", same, d @ d.mT).double().clamp_min(0), weighted)
+
+    return [(weight, read)]
+
+
+RULES: dict[Callable[..., object], Rule] = {
+    F.linear: _linear,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+    F.group_norm: _group_norm,
+    F.layer_norm: _layer_norm,
+    F.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+    F.embedding: _embedding,
+}

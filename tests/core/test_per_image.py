@@ -1,0 +1,262 @@
+"""Clipped sums by one pass against gradients of one image at a time, over kinds of layers and ways to use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.core import layer_calls, per_image
+from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
+from gradveil.core.losses import multi_label, regression
+from gradveil.core.per_image import clipped_sum
+from gradveil.core.types import Tensors
+
+CLASSES = 3
+
+
+class Form(nn.Module):
+    """Layers and a function that says how they follow each other."""
+
+    def __init__(self, run: Callable[..., Tensor], **parts: nn.Module | Tensor):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_parameter(name, nn.Parameter(part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def stack(*layers: nn.Module, features: int) -> nn.Module:
+    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(features, CLASSES))
+
+
+def rows(x: Tensor) -> Tensor:
+    """An image of 2 × 6 × 6 as 12 rows of 6."""
+    return x.flatten(1, 2)
+
+
+COVERED: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: stack(nn.Flatten(), nn.Linear(72, 5), features=5),
+    "linear without bias": lambda: stack(nn.Flatten(), nn.Linear(72, 5, bias=False), features=5),
+    "rows": lambda: Form(lambda m, x: m.fc(m.first(rows(x)).tanh().sum(1)), first=nn.Linear(6, 7), fc=nn.Linear(7, CLASSES)),
+    "flat rows": lambda: Form(
+        lambda m, x: m.fc(m.first(rows(x).flatten(0, 1)).tanh().view(len(x), 12, 7).sum(1)),
+        **{"first": nn.Linear(6, 7), "fc": nn.Linear(7, CLASSES)},
+    ),
+    "rows first": lambda: Form(
+        lambda m, x: m.fc(m.norm(m.first(rows(x).transpose(0, 1)).tanh()).sum(0)),
+        **{"first": nn.Linear(6, 7), "norm": nn.LayerNorm(7), "fc": nn.Linear(7, CLASSES)},
+    ),
+    "convolution": lambda: stack(nn.Conv2d(2, 4, 3), features=64),
+    "strided": lambda: stack(nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(2, 1)), features=40),
+    "groups": lambda: stack(nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 4, 3, groups=4, stride=2), features=16),
+    "depthwise": lambda: stack(nn.Conv2d(2, 6, 3, groups=2, bias=False), features=96),
+    "many channels": lambda: stack(nn.Conv2d(2, 16, 1), nn.Conv2d(16, 8, 3), features=128),
+    "grouped channels": lambda: stack(nn.Conv2d(2, 16, 1), nn.Conv2d(16, 8, 3, groups=2), features=128),
+    "same": lambda: stack(nn.Conv2d(2, 3, 3, padding="same", dilation=2), features=108),
+    "reflected": lambda: stack(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), features=108),
+    "one axis": lambda: Form(
+        lambda m, x: m.fc(m.conv(rows(x)).tanh().flatten(1)), conv=nn.Conv1d(12, 4, 3, stride=2), fc=nn.Linear(8, CLASSES)
+    ),
+    "three axes": lambda: Form(
+        lambda m, x: m.fc(m.conv(x[:, None]).tanh().flatten(1)), conv=nn.Conv3d(1, 4, 2, padding=(0, 1, 0)), fc=nn.Linear(140, CLASSES)
+    ),
+    "crops": lambda: Form(
+        lambda m, x: m.fc(m.conv(x.flatten(0, 1)[:, None]).tanh().view(len(x), -1)),
+        **{"conv": nn.Conv2d(1, 3, 3, stride=2), "fc": nn.Linear(24, CLASSES)},
+    ),
+    "group norm": lambda: stack(nn.Conv2d(2, 4, 3, bias=False), nn.GroupNorm(2, 4), features=64),
+    "layer norm": lambda: stack(nn.LayerNorm((6, 6)), nn.Conv2d(2, 4, 3), nn.LayerNorm([4, 4, 4]), features=64),
+    "instance norm": lambda: stack(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), features=64),
+    "embedding": lambda: Form(
+        lambda m, x: m.fc(m.table((x[:, 0].flatten(1) * 9).abs().long() % 5).flatten(2).tanh().sum(1)),
+        **{"table": nn.Embedding(5, 4, padding_idx=1), "fc": nn.Linear(4, CLASSES)},
+    ),
+    "attention": lambda: Form(
+        lambda m, x: m.fc(m.encoder(m.embed(rows(x)) + m.position)[:, 0]),
+        embed=nn.Linear(6, 8),
+        position=0.1 * torch.randn(1, 12, 8),
+        encoder=nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, norm_first=True),
+        fc=nn.Linear(8, CLASSES),
+    ),
+    "scale of channels": lambda: Form(
+        lambda m, x: m.fc((m.scale * x).tanh().flatten(1)), scale=torch.rand(2, 1, 1), fc=nn.Linear(72, CLASSES)
+    ),
+    "changed in place": lambda: Form(
+        lambda m, x: m.fc(m.conv(x).relu_().flatten(1)), conv=nn.Conv2d(2, 4, 3), fc=nn.Linear(64, CLASSES)
+    ),
+    "unused": lambda: Form(lambda m, x: m.fc(x.flatten(1)), aside=nn.Linear(3, 3), fc=nn.Linear(72, CLASSES)),
+}
+OTHERWISE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {  # with the parameters that one pass does not tell
+    "twice": (
+        lambda: Form(lambda m, x: m.fc(m.one(m.one(x.flatten(1)).tanh()).tanh()), one=nn.Linear(72, 72), fc=nn.Linear(72, CLASSES)),
+        {"one.weight"},  # each image can have a bias of its own
+    ),
+    "tied": (
+        lambda: Form(lambda m, x: m.fc(F.linear(m.one(x.flatten(1)).tanh(), m.one.weight.mT)), one=nn.Linear(72, 9), fc=nn.Linear(72, CLASSES)),
+        {"one.weight"},
+    ),
+    "computed": (
+        lambda: Form(lambda m, x: m.fc(F.linear(x.flatten(1), m.weight.tanh())), weight=torch.randn(5, 72), fc=nn.Linear(5, CLASSES)),
+        {"weight"},
+    ),
+    "transposed": (lambda: stack(nn.ConvTranspose2d(2, 1, 2), features=49), {"0.weight", "0.bias"}),
+}
+
+
+def function(form: Callable[[], nn.Module], loss: Loss = cross_entropy, **options: str) -> ModelFunction:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return ModelFunction(form(), loss, **options)  # type: ignore[arg-type]
+
+
+def images(count: int = 5) -> Tensor:
+    return torch.randn(count, 2, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def expected(model: ModelFunction, x: Tensor, y: Tensor, share: int, noise: Tensors | None = None) -> tuple[Tensors, Tensor, float]:
+    """Clipped to the norm of the image in the middle: so many images are not scaled."""
+    alone = []
+    for i in range(len(x)):
+        draw = {name: values[i : i + 1] for name, values in (noise or {}).items()}
+        alone.append(model.gradient(model.state(), x[i : i + 1], y[i : i + 1], draw))
+    norms = torch.tensor([math.sqrt(sum(float(g.double().square().sum()) for g in one.values())) for one in alone]).double()
+    clip = float(norms.sort().values[share])
+    factors = (clip / norms).clamp_max(1.0)
+    return {n: sum(f * one[n] for f, one in zip(factors, alone, strict=True)) for n in alone[0]}, factors, clip  # type: ignore[misc]
+
+
+def check(model: ModelFunction, x: Tensor, y: Tensor, noise: Tensors | None = None) -> set[str]:
+    """Compares, and returns the parameters that were computed image by image."""
+    sums, factors, clip = expected(model, x, y, len(x) // 2, noise)
+    total, scaled = clipped_sum(model, model.state(), x, y, noise or {}, clip)
+    torch.testing.assert_close(scaled, factors, rtol=1e-5, atol=0)
+    size = math.sqrt(sum(float(g.square().sum()) for g in sums.values()))
+    for name, g in sums.items():
+        torch.testing.assert_close(total[name], g.float(), rtol=1e-5, atol=1e-5 * size)
+    assert list(total) == model.trainable and not any(g.requires_grad for g in total.values())
+    (plan,) = per_image._plans[model].values()
+    return set(plan.rest.trainable) if plan.rest else set()
+
+
+@pytest.mark.parametrize("form", COVERED)
+@pytest.mark.parametrize("way", ["cheapest", "ghost", "direct", "again"])
+def test_one_pass_tells_the_gradients_of_single_images(form: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way != "cheapest":
+        monkeypatch.setattr(layer_calls, "GHOST", 1e9 if way == "ghost" else 0)
+    if way == "again":  # too large to be kept: one image at a time
+        monkeypatch.setattr(layer_calls, "KEPT", 0)
+        monkeypatch.setattr(layer_calls, "SMALL", 0)
+    assert check(function(COVERED[form], mode="train"), images(), torch.arange(5) % CLASSES) == set()
+
+
+@pytest.mark.parametrize("form", OTHERWISE)
+def test_the_rest_is_computed_image_by_image(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, rest = OTHERWISE[form]
+    monkeypatch.setattr(per_image, "CHUNK", 3 * 5184)  # a few images at a time
+    assert check(function(build), images(), torch.arange(5) % CLASSES) == rest
+
+
+def test_batch_norm_at_fixed_statistics_is_read_and_in_training_is_left_to_single_images() -> None:
+    def form() -> nn.Module:
+        return stack(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), features=64)
+
+    assert check(function(form), images(), torch.arange(5) % CLASSES) == set()
+    model = function(form, mode="train")
+    assert check(model, images(), torch.arange(5) % CLASSES) == set(model.trainable)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (cross_entropy, torch.rand(5, CLASSES).softmax(1)),
+        (multi_label, (torch.rand(5, CLASSES) > 0.5).float()),
+        (regression, torch.randn(5, CLASSES)),
+        (lambda outputs, y: F.cross_entropy(outputs, y, reduction="sum"), torch.arange(5) % CLASSES),
+        (lambda outputs, y: F.cross_entropy(outputs, y, weight=torch.tensor([1.0, 5.0, 2.0])), torch.arange(5) % CLASSES),
+    ],
+    ids=["soft", "multi-label", "regression", "sum", "weighted"],
+)
+def test_any_loss(loss: Loss, targets: Tensor) -> None:
+    assert check(function(COVERED["convolution"], loss), images(), targets) == set()
+
+
+def test_frozen_parameters_count_for_nothing() -> None:
+    def form() -> nn.Module:
+        module = stack(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), features=64)
+        module[0].requires_grad_(False)  # type: ignore[index]
+        module[1].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        return module
+
+    model = function(form)
+    assert check(model, images(), torch.arange(5) % CLASSES) == set() and len(model.trainable) == 3
+
+
+def test_weights_of_zero_do_not_make_a_wrong_way_agree() -> None:
+    build, rest = OTHERWISE["twice"]
+    model = function(build)
+    state = {name: torch.zeros_like(t) for name, t in model.state().items()}
+    clipped_sum(model, state, images(), torch.arange(5) % CLASSES, {}, 1.0)
+    (plan,) = per_image._plans[model].values()
+    assert plan.rest is not None and set(plan.rest.trainable) == rest
+
+
+def test_rows_that_cancel_are_not_measured_by_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals that sum to almost nothing over rows of equal inputs: the product of rows loses all digits."""
+    monkeypatch.setattr(layer_calls, "GHOST", 1e9)
+    inputs = torch.ones(1, 2, 400) + 1e-4 * torch.rand(1, 2, 400, generator=torch.Generator().manual_seed(0))
+    signal = torch.tensor([[[1.0], [-1.0]]]) * torch.ones(1, 2, 6)
+    ((_, read), _) = layer_calls._linear(layer_calls.Images(1), inputs, torch.zeros(6, 400))
+    true = (signal.double().mT @ inputs.double()).norm()
+    assert float(read(signal).squares.sqrt()) == pytest.approx(float(true), rel=1e-3)
+
+
+def test_a_network_that_changes_its_way_with_its_inputs_is_noticed() -> None:
+    model = function(
+        lambda: Form(
+            lambda m, x: m.fc(m.one(x.flatten(1)).tanh() if x.mean() < 3 else m.one(m.one(x.flatten(1))).tanh()),
+            **{"one": nn.Linear(72, 72), "fc": nn.Linear(72, CLASSES)},
+        )
+    )
+    y = torch.arange(5) % CLASSES
+    assert check(model, images(), y) == set()
+    check(model, images() + 5, y)
+
+
+def test_no_image_gives_nothing() -> None:
+    model = function(COVERED["convolution"])
+    total, factors = clipped_sum(model, model.state(), images(0), torch.zeros(0, dtype=torch.long), {}, 1.0)
+    assert len(factors) == 0 and all(not g.any() for g in total.values())
+
+
+def test_dropout_drops_and_buffers_count_as_in_training() -> None:
+    class Counts(nn.Module):
+        passes: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(()))
+            self.drop, self.fc = nn.Dropout(0.5), nn.Linear(72, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            output: Tensor = self.fc(self.drop(x.flatten(1)))
+            return output
+
+    model = function(Counts, mode="train")
+    state = model.state()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        total, _ = clipped_sum(model, state, images(1), torch.zeros(1, dtype=torch.long), {}, 1.0)
+    assert float(state["passes"]) == 1
+    dropped = (total["fc.weight"] == 0).all(0).float().mean()
+    assert 0.3 < float(dropped) < 0.7
