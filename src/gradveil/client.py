@@ -83,17 +83,16 @@ class Client:
             drawn = protected[part]
             step = self._step({**buffers, **parameters}, drawn, rng, secrets)
             step.expected = training.expected_size(len(batch))
-            nothing = {name: torch.zeros_like(p) for name, p in parameters.items()}
             if not len(drawn):
                 fed.append(drawn)
-                return self.defense.gradient(nothing, step)
+                return self._without_gradient(parameters, step)
             step.batch = self.defense.batch(drawn, step)
             step.noise = model.draw_noise(len(step.batch), rng)
             secrets.update(step.noise)
             fed.append(step.batch)
             with torch.no_grad():
                 if self.defense.starts_over and not model.couples_images:  # no statistics move either
-                    return self.defense.gradient(nothing, step)
+                    return self._without_gradient(parameters, step)
                 with model.batch_moments() as moments:
                     plain = step.gradient(step.batch)
                 buffers.update(moved_statistics(buffers, moments))
@@ -109,6 +108,9 @@ class Client:
         changed = {n: t for n, t in buffers.items() if t.is_floating_point() and not torch.equal(t, state[n])}
         others = changed if training.sends_statistics else {}
         return Update(_detached(tensors), training.kind, len(batch), others), Trace(batch, seen, secrets)
+
+    def _without_gradient(self, parameters: Tensors, step: Step) -> Tensors:
+        return self.defense.gradient({name: torch.zeros_like(p) for name, p in parameters.items()}, step)
 
     def _step(self, state: Tensors, batch: Batch, rng: Stream, secrets: Tensors | None = None) -> Step:
         return Step(self.task, state, batch, rng, self.memory, secrets={} if secrets is None else secrets)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import gradveil as gv
 from gradveil import defenses
+from gradveil.auditing import line_up
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.run import run_audit
@@ -79,6 +81,18 @@ def test_an_audit_of_sums_says_what_is_assumed_and_is_another_case(tmp_path: Pat
     alone = audited(tmp_path / "one", defenses=["clip:norm=1+gaussian:std=4"]).defenses[1].line_up
     assert alone is not None and alone.certificate is not None
     assert noised.line_up.certificate.upper < alone.certificate.upper, "the noise of all clients adds up"
+
+
+def test_the_noise_of_dpsgd_adds_up_over_clients_that_make_one_step_and_counts_alone_otherwise() -> None:
+    method = defenses.parse("dpsgd:noise=2")
+    four, sixteen = (line_up._certificate(case_of(aggregate=n), method, 40) for n in (4, 16))
+    assert four == gv.certify("dpsgd:noise=2", rounds=1, line_up=40, aggregate=4)
+    assert four is not None and four.upper == pytest.approx(gv.certify("dpsgd:noise=4", rounds=1, line_up=40).upper)
+    assert sixteen is not None and sixteen.upper < four.upper
+    steps = line_up._certificate(case_of(aggregate=4, local_epochs=2, local_batch_size=1), method, 40)
+    assert steps is not None and steps.aggregate == 1, "a sum tells no more than its parts"
+    assert steps.upper == gv.certify("dpsgd:noise=2", rounds=1, local_epochs=2, line_up=40).upper
+    assert line_up._certificate(case_of(aggregate=4), defenses.parse("prune"), 40) is None
 
 
 def test_weight_differences_of_clients_side_by_side(tmp_path: Path) -> None:

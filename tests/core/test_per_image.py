@@ -68,7 +68,9 @@ COVERED: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: m.fc(m.conv(rows(x)).tanh().flatten(1)), conv=nn.Conv1d(12, 4, 3, stride=2), fc=nn.Linear(8, CLASSES)
     ),
     "three axes": lambda: Form(
-        lambda m, x: m.fc(m.conv(x[:, None]).tanh().flatten(1)), conv=nn.Conv3d(1, 4, 2, padding=(0, 1, 0)), fc=nn.Linear(140, CLASSES)
+        lambda m, x: m.fc(m.conv(x[:, None]).tanh().flatten(1)),
+        conv=nn.Conv3d(1, 4, 2, padding=(0, 1, 0)),
+        fc=nn.Linear(140, CLASSES),
     ),
     "crops": lambda: Form(
         lambda m, x: m.fc(m.conv(x.flatten(0, 1)[:, None]).tanh().view(len(x), -1)),
@@ -98,15 +100,23 @@ COVERED: dict[str, Callable[[], nn.Module]] = {
 }
 OTHERWISE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {  # with the parameters that one pass does not tell
     "twice": (
-        lambda: Form(lambda m, x: m.fc(m.one(m.one(x.flatten(1)).tanh()).tanh()), one=nn.Linear(72, 72), fc=nn.Linear(72, CLASSES)),
+        lambda: Form(
+            lambda m, x: m.fc(m.one(m.one(x.flatten(1)).tanh()).tanh()), one=nn.Linear(72, 72), fc=nn.Linear(72, CLASSES)
+        ),
         {"one.weight"},  # each image can have a bias of its own
     ),
     "tied": (
-        lambda: Form(lambda m, x: m.fc(F.linear(m.one(x.flatten(1)).tanh(), m.one.weight.mT)), one=nn.Linear(72, 9), fc=nn.Linear(72, CLASSES)),
+        lambda: Form(
+            lambda m, x: m.fc(F.linear(m.one(x.flatten(1)).tanh(), m.one.weight.mT)),
+            one=nn.Linear(72, 9),
+            fc=nn.Linear(72, CLASSES),
+        ),
         {"one.weight"},
     ),
     "computed": (
-        lambda: Form(lambda m, x: m.fc(F.linear(x.flatten(1), m.weight.tanh())), weight=torch.randn(5, 72), fc=nn.Linear(5, CLASSES)),
+        lambda: Form(
+            lambda m, x: m.fc(F.linear(x.flatten(1), m.weight.tanh())), weight=torch.randn(5, 72), fc=nn.Linear(5, CLASSES)
+        ),
         {"weight"},
     ),
     "transposed": (lambda: stack(nn.ConvTranspose2d(2, 1, 2), features=49), {"0.weight", "0.bias"}),
@@ -123,21 +133,23 @@ def images(count: int = 5) -> Tensor:
     return torch.randn(count, 2, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
-def expected(model: ModelFunction, x: Tensor, y: Tensor, share: int, noise: Tensors | None = None) -> tuple[Tensors, Tensor, float]:
+def expected(
+    model: ModelFunction, x: Tensor, y: Tensor, share: int, noise: Tensors | None = None
+) -> tuple[Tensors, Tensor, float]:
     """Clipped to the norm of the image in the middle: so many images are not scaled."""
     alone = []
     for i in range(len(x)):
         draw = {name: values[i : i + 1] for name, values in (noise or {}).items()}
         alone.append(model.gradient(model.state(), x[i : i + 1], y[i : i + 1], draw))
     norms = torch.tensor([math.sqrt(sum(float(g.double().square().sum()) for g in one.values())) for one in alone]).double()
-    clip = float(norms.sort().values[share])
+    clip = float(norms.median())
     factors = (clip / norms).clamp_max(1.0)
     return {n: sum(f * one[n] for f, one in zip(factors, alone, strict=True)) for n in alone[0]}, factors, clip  # type: ignore[misc]
 
 
 def check(model: ModelFunction, x: Tensor, y: Tensor, noise: Tensors | None = None) -> set[str]:
     """Compares, and returns the parameters that were computed image by image."""
-    sums, factors, clip = expected(model, x, y, len(x) // 2, noise)
+    sums, factors, clip = expected(model, x, y, noise)
     total, scaled = clipped_sum(model, model.state(), x, y, noise or {}, clip)
     torch.testing.assert_close(scaled, factors, rtol=1e-5, atol=0)
     size = math.sqrt(sum(float(g.square().sum()) for g in sums.values()))

@@ -136,8 +136,10 @@ def _convolution(
             for axis, (size, step, gap) in enumerate(zip(kernel, steps, apart, strict=True), start=2):
                 windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
             order = (0, 1, *range(axes + 2, 2 * axes + 2), *range(2, axes + 2))
-            a, d = (t.reshape(-1, per_image, groups, t.shape[1] // groups * n, length)
-                    for t, n in ((windows.permute(order), math.prod(kernel)), (d, 1)))
+            a, d = (
+                t.reshape(-1, per_image, groups, t.shape[1] // groups * n, length)
+                for t, n in ((windows.permute(order), math.prod(kernel)), (d, 1))
+            )
             return tuple(t.permute(0, 2, 3, 1, 4).flatten(3) for t in (a, d))
 
         def gradients(part: slice) -> Tensor:
@@ -213,9 +215,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> list[tuple[Tensor | None, Read]]:
     statistics = () if use_input_stats else (running_mean, running_var)  # they may have moved since
-    return _scaled(
-        images, weight, bias, lambda: F.instance_norm(input, *statistics, use_input_stats=use_input_stats, eps=eps)
-    )
+    return _scaled(images, weight, bias, lambda: F.instance_norm(input, *statistics, use_input_stats=use_input_stats, eps=eps))
 
 
 def _batch_norm(

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,7 +62,9 @@ def _factors(squares: Tensor, clip: float) -> Tensor:
     return (clip / squares.sqrt().clamp_min(1e-12)).clamp_max(1.0)
 
 
-def _image_by_image(model: ModelFunction, state: Tensors, x: Tensor, y: Tensor, noise: Tensors) -> Iterator[tuple[slice, Tensors]]:
+def _image_by_image(
+    model: ModelFunction, state: Tensors, x: Tensor, y: Tensor, noise: Tensors
+) -> Iterator[tuple[slice, Tensors]]:
     """Gradients of single images along a first axis that is as long as memory allows."""
     chunk = max(1, CHUNK // sum(p.numel() for p in model.parameters(state).values()))
     for start in range(0, len(x), chunk):
@@ -128,10 +131,10 @@ class _Anchor(torch.autograd.Function):
         return None, signal[0].new_zeros(())
 
 
-def _inside(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _inside(function: FunctionType) -> Callable[..., object]:
     """A function of PyTorch that no longer hides from modes what it calls."""
-    code, defaults = getattr(function, "__code__"), getattr(function, "__defaults__")
-    return FunctionType(code, {**vars(F), "has_torch_function": lambda _: False}, argdefs=defaults)
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    return FunctionType(function.__code__, names, argdefs=function.__defaults__)
 
 
 class _Calls(TorchFunctionMode):
@@ -179,7 +182,7 @@ class _Calls(TorchFunctionMode):
         listened.clear()  # and with it the inputs of the layer
 
 
-_ATTENTION = _inside(F.multi_head_attention_forward)
+_ATTENTION = _inside(cast(FunctionType, F.multi_head_attention_forward))
 
 
 # -- which way is right ------------------------------------------------------------------------------------------------

@@ -23,12 +23,13 @@ NOISE = 1.0  # multiplier where nothing determines it
 class DpSgd(Defense):
     """Clip the gradient of every image, average, and add Gaussian noise of std `noise` · `clip` / batch size.
 
-    Abadi et al. 2016, with the book-keeping of Bu et al. 2023: most networks need one pass. Over all steps of a training this
-    is (ε, δ)-differentially private towards the server. The accountant of `epsilon` is that of Opacus (Rényi). `risk` is a
-    promise against everyone who sees all `rounds` noisy gradients: nobody picks the image that was used out of `line_up`
-    equally likely ones with a higher probability (`gradveil certify` says what voids it). Choose `clip` and the learning rate on
-    public images, or on validation images that no client trains on: choices made on the private images are counted by
-    no accountant, and void the promise. Secrets: `clipped`, the factor (at most 1) that scaled the gradient of each image.
+    Abadi et al. 2016, with the book-keeping of Bu et al. 2023: most networks need one pass. Over all steps of a training
+    this is (ε, δ)-differentially private towards the server. The accountant of `epsilon` is that of Opacus (Rényi). `risk`
+    is a promise against everyone who sees all `rounds` noisy gradients: nobody picks the image that was used out of
+    `line_up` equally likely ones with a higher probability (`gradveil certify` says what voids it). Choose `clip` and the
+    learning rate on public images, or on validation images that no client trains on: choices made on the private images
+    are counted by no accountant, and void the promise. Secrets: `clipped`, the factor (at most 1) that scaled the gradient
+    of each image.
 
     Args:
         clip: bound on the norm of the gradient of one image, over all trained parameters.
