@@ -80,10 +80,11 @@ def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:
     if task.model.couples_images or training.sends_statistics or m < 2:
         return None
     sampling = "shuffled" if training.batch_size is not None else "full"
-    releases = {"rounds": case.spec.updates, "local_epochs": training.epochs, "sampling": sampling}
     for clients in dict.fromkeys((case.spec.aggregate, 1)):  # where noise of clients does not add up, that of one still holds
         try:
-            return certify(defense, line_up=m, **releases, aggregate=clients)
+            return certify(
+                defense, line_up=m, rounds=case.spec.updates, local_epochs=training.epochs, sampling=sampling, aggregate=clients
+            )
         except UserError:  # it has no proof, or no noise
             continue
     return None

@@ -30,14 +30,14 @@ class Part(NamedTuple):
 class Images(NamedTuple):
     """How many there are, and how their rows follow each other: image by image, or the first rows of all images first."""
 
-    count: int
+    number: int
     rows_first: bool = False
 
     def rows(self, values: Tensor, *tail: int) -> Tensor:
         """Images × rows × tail."""
         if self.rows_first:
-            return values.reshape(-1, self.count, *tail).transpose(0, 1)
-        return values.reshape(self.count, -1, *tail)
+            return values.reshape(-1, self.number, *tail).transpose(0, 1)
+        return values.reshape(self.number, -1, *tail)
 
 
 Read = Callable[[Tensor], Part]
@@ -94,7 +94,7 @@ def _linear(images: Images, input: Tensor, weight: Tensor, bias: Tensor | None =
             lambda part: (a[part, None].mT, d[part, None].mT),
             lambda part: d[part].mT @ a[part],
             weighted,
-            images.count,
+            images.number,
             (1, d.shape[2], a.shape[2], a.shape[1]),
         )
 
@@ -127,20 +127,19 @@ def _convolution(
         return gradient
 
     def read_weight(signal: Tensor) -> Part:
-        per_image = len(input) // images.count  # crops, say
+        per_image = len(input) // images.number  # crops, say
         outputs, length = len(weight) // groups, math.prod(signal.shape[2:])
 
         def unfolded(part: slice) -> tuple[Tensor, Tensor]:
-            x, d = (t.unflatten(0, (images.count, per_image))[part].flatten(0, 1) for t in (input, signal))
+            x, d = (t.unflatten(0, (images.number, per_image))[part].flatten(0, 1) for t in (input, signal))
             windows = F.pad(x, [p for p in reversed(around) for _ in range(2)])
             for axis, (size, step, gap) in enumerate(zip(kernel, steps, apart, strict=True), start=2):
                 windows = windows.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
-            order = (0, 1, *range(axes + 2, 2 * axes + 2), *range(2, axes + 2))
-            a, d = (
-                t.reshape(-1, per_image, groups, t.shape[1] // groups * n, length)
-                for t, n in ((windows.permute(order), math.prod(kernel)), (d, 1))
-            )
-            return tuple(t.permute(0, 2, 3, 1, 4).flatten(3) for t in (a, d))
+            windows = windows.permute(0, 1, *range(axes + 2, 2 * axes + 2), *range(2, axes + 2))
+            return by_image(windows, weight[0].numel()), by_image(d, outputs)
+
+        def by_image(values: Tensor, features: int) -> Tensor:
+            return values.reshape(-1, per_image, groups, features, length).permute(0, 2, 3, 1, 4).flatten(3)
 
         def gradients(part: slice) -> Tensor:
             channels, entries = GROUPED
@@ -156,7 +155,7 @@ def _convolution(
             return backward(input, signal * scale, weight, groups)
 
         shape = (groups, outputs, weight[0].numel(), per_image * length)
-        return _product(unfolded, gradients, weighted, images.count, shape)
+        return _product(unfolded, gradients, weighted, images.number, shape)
 
     return [(weight, read_weight), (bias, lambda signal: kept(images.rows(signal.flatten(2).sum(2), len(weight)).sum(1)))]
 
@@ -214,8 +213,8 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> list[tuple[Tensor | None, Read]]:
-    statistics = () if use_input_stats else (running_mean, running_var)  # they may have moved since
-    return _scaled(images, weight, bias, lambda: F.instance_norm(input, *statistics, use_input_stats=use_input_stats, eps=eps))
+    mean, variance = (None, None) if use_input_stats else (running_mean, running_var)  # they may have moved since
+    return _scaled(images, weight, bias, lambda: F.instance_norm(input, mean, variance, None, None, use_input_stats, eps=eps))
 
 
 def _batch_norm(

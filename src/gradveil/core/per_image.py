@@ -131,6 +131,9 @@ class _Anchor(torch.autograd.Function):
         return None, signal[0].new_zeros(())
 
 
+_anchored = cast(Callable[[Tensor, Tensor], Tensor], _Anchor.apply)
+
+
 def _inside(function: FunctionType) -> Callable[..., object]:
     """A function of PyTorch that no longer hides from modes what it calls."""
     names = {**function.__globals__, "has_torch_function": lambda _: False}
@@ -149,7 +152,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Tensor],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
@@ -161,10 +164,10 @@ class _Calls(TorchFunctionMode):
         outputs = func(*args, **kwargs)
         listened = self._listened(RULES[func], args, kwargs) if func in RULES else {}
         self.uses.update(listened.keys())
-        if not listened or not torch.is_grad_enabled():
+        if not listened or not isinstance(outputs, Tensor) or not torch.is_grad_enabled():
             return outputs
         if not outputs.requires_grad:
-            outputs = _Anchor.apply(outputs.clone() if outputs._is_view() else outputs, self.anchor)
+            outputs = _anchored(outputs.clone() if outputs._is_view() else outputs, self.anchor)
         outputs.register_hook(lambda signal: self._read(listened, signal))
         return outputs
 
