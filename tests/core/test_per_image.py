@@ -227,7 +227,7 @@ def test_rows_that_cancel_are_not_measured_by_their_products(monkeypatch: pytest
     monkeypatch.setattr(layer_calls, "GHOST", 1e9)
     inputs = torch.ones(1, 2, 400) + 1e-4 * torch.rand(1, 2, 400, generator=torch.Generator().manual_seed(0))
     signal = torch.tensor([[[1.0], [-1.0]]]) * torch.ones(1, 2, 6)
-    ((_, read), _) = layer_calls._linear(layer_calls.Images(1), inputs, torch.zeros(6, 400))
+    ((_, read), _) = layer_calls._linear(layer_calls.Layout(1), inputs, torch.zeros(6, 400))
     true = (signal.double().mT @ inputs.double()).norm()
     assert float(read(signal).squares.sqrt()) == pytest.approx(float(true), rel=1e-3)
 

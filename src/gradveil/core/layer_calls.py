@@ -1,7 +1,7 @@
 """What a call of a layer and the signal at its outputs tell about the gradient of each image in the layer's parameters.
 
-A rule takes the images and the arguments of the call. It returns, for each parameter, a function of the signal. It may be wrong
-for a model that uses the layer otherwise, so nothing is taken from it that a probe has not confirmed.
+A rule takes the layout of the images and the arguments of the call. It returns, for each parameter, a function of the signal.
+It may be wrong for a model that uses the layer otherwise, so nothing is taken from it that a probe has not confirmed.
 """
 
 import math
@@ -20,15 +20,15 @@ CANCELLED = 1e-4  # a square this much below its bound has lost its digits in th
 GROUPED = (8, 250)  # a grouped convolution is faster from so many channels on, up to so many weights per position
 
 
-class Part(NamedTuple):
+class ImageGradients(NamedTuple):
     """The gradients of single images in one parameter."""
 
     squares: Tensor  # of their norms
     total: Callable[[Tensor], Tensor]  # their sum, each times the factor of its image
 
 
-class Images(NamedTuple):
-    """How many there are, and how their rows follow each other: image by image, or the first rows of all images first."""
+class Layout(NamedTuple):
+    """How many images there are, and how their rows follow each other: image by image, or the first rows of all first."""
 
     number: int
     rows_first: bool = False
@@ -40,16 +40,17 @@ class Images(NamedTuple):
         return values.reshape(self.number, -1, *tail)
 
 
-Read = Callable[[Tensor], Part]
-Rule = Callable[..., list[tuple[Tensor | None, Read]]]
-Size = int | Sequence[int]
+Read = Callable[[Tensor], ImageGradients]
+Reads = list[tuple[Tensor | None, Read]]  # of parameters
+Rule = Callable[..., Reads]
+_Size = int | Sequence[int]
 
 
-def kept(gradients: Tensor) -> Part:
+def kept(gradients: Tensor) -> ImageGradients:
     """Of gradients that stay in memory."""
     rows = gradients.flatten(2) if gradients.ndim > 2 else gradients[:, None]
     squares = torch.linalg.vector_norm(rows, dim=2).square().sum(1).double()
-    return Part(squares, lambda factors: torch.tensordot(factors.to(gradients), gradients, 1))
+    return ImageGradients(squares, lambda factors: torch.tensordot(factors.to(gradients), gradients, 1))
 
 
 # -- products of inputs and signals: linear layers, convolutions -----------------------------------------------------------
@@ -61,7 +62,7 @@ def _product(
     weighted: Callable[[Tensor], Tensor],
     images: int,
     shape: tuple[int, int, int, int],
-) -> Part:
+) -> ImageGradients:
     """Of gradients D Aᵀ per image, where A is inputs × rows and D outputs × rows: by the cheaper way to their norms.
 
     |D Aᵀ|² is the sum over AᵀA · DᵀD, entry by entry (ghost norm). `shape` is groups, outputs, inputs and rows of an image.
@@ -75,16 +76,16 @@ def _product(
         bound = torch.stack([g.diagonal(dim1=2, dim2=3).flatten(1).sum(1) for g in gram]).prod(0)
         for i in (squares < CANCELLED * bound / length).nonzero().flatten().tolist():
             squares[i] = kept(gradients(slice(i, i + 1))).squares[0]
-        return Part(squares, weighted)
+        return ImageGradients(squares, weighted)
     if images * entries <= (KEPT if length >= MUCH else SMALL):
         return kept(gradients(slice(None)))
     chunk = max(1, SMALL // 2 // entries)
     parts = [kept(gradients(slice(i, i + chunk))).squares for i in range(0, images, chunk)]
-    return Part(torch.cat(parts), weighted)
+    return ImageGradients(torch.cat(parts), weighted)
 
 
-def _linear(images: Images, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[tuple[Tensor | None, Read]]:
-    def read_weight(signal: Tensor) -> Part:
+def _linear(images: Layout, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Reads:
+    def read_weight(signal: Tensor) -> ImageGradients:
         a, d = (images.rows(t, t.shape[-1]) for t in (input, signal))
 
         def weighted(factors: Tensor) -> Tensor:
@@ -102,15 +103,15 @@ def _linear(images: Images, input: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def _convolution(
-    images: Images,
+    images: Layout,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: str | Size = 0,
-    dilation: Size = 1,
+    stride: _Size = 1,
+    padding: str | _Size = 0,
+    dilation: _Size = 1,
     groups: int = 1,
-) -> list[tuple[Tensor | None, Read]]:
+) -> Reads:
     axes = weight.ndim - 2
     kernel = list(weight.shape[2:])
     steps, apart = _each(stride, axes), _each(dilation, axes)
@@ -126,7 +127,7 @@ def _convolution(
         gradient: Tensor = torch.ops.aten.convolution_backward(signal, x, w, *options)[1]
         return gradient
 
-    def read_weight(signal: Tensor) -> Part:
+    def read_weight(signal: Tensor) -> ImageGradients:
         per_image = len(input) // images.number  # crops, say
         outputs, length = len(weight) // groups, math.prod(signal.shape[2:])
 
@@ -160,7 +161,7 @@ def _convolution(
     return [(weight, read_weight), (bias, lambda signal: kept(images.rows(signal.flatten(2).sum(2), len(weight)).sum(1)))]
 
 
-def _each(size: Size, axes: int) -> list[int]:
+def _each(size: _Size, axes: int) -> list[int]:
     return [size] * axes if isinstance(size, int) else [*size] * (axes // len(size))
 
 
@@ -168,16 +169,16 @@ def _each(size: Size, axes: int) -> list[int]:
 
 
 def _scaled(
-    images: Images, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor], *, last: bool = False
-) -> list[tuple[Tensor | None, Read]]:
+    images: Layout, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor], *, last: bool = False
+) -> Reads:
     """Outputs are normalized inputs, times the weight, plus the bias; of channels, or of the last axes."""
 
-    def summed(values: Tensor, like: Tensor) -> Part:
+    def summed(values: Tensor, like: Tensor) -> ImageGradients:
         if last:
             return kept(images.rows(values, *like.shape).sum(1))
         return kept(images.rows(values.flatten(2).sum(2), len(like)).sum(1))
 
-    reads: list[tuple[Tensor | None, Read]] = []
+    reads: Reads = []
     if weight is not None:
         reads.append((weight, lambda signal: summed(signal * normalized(), weight)))
     if bias is not None:
@@ -186,24 +187,24 @@ def _scaled(
 
 
 def _group_norm(
-    images: Images, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> list[tuple[Tensor | None, Read]]:
+    images: Layout, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Reads:
     return _scaled(images, weight, bias, lambda: F.group_norm(input, num_groups, eps=eps))
 
 
 def _layer_norm(
-    images: Images,
+    images: Layout,
     input: Tensor,
     normalized_shape: list[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> list[tuple[Tensor | None, Read]]:
+) -> Reads:
     return _scaled(images, weight, bias, lambda: F.layer_norm(input, normalized_shape, eps=eps), last=True)
 
 
 def _instance_norm(
-    images: Images,
+    images: Layout,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -212,13 +213,13 @@ def _instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> list[tuple[Tensor | None, Read]]:
+) -> Reads:
     mean, variance = (None, None) if use_input_stats else (running_mean, running_var)  # they may have moved since
     return _scaled(images, weight, bias, lambda: F.instance_norm(input, mean, variance, None, None, use_input_stats, eps=eps))
 
 
 def _batch_norm(
-    images: Images,
+    images: Layout,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -227,7 +228,7 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> list[tuple[Tensor | None, Read]]:
+) -> Reads:
     if training:
         return []  # it couples the images
     return _scaled(images, weight, bias, lambda: F.batch_norm(input, running_mean, running_var, eps=eps))
@@ -237,7 +238,7 @@ def _batch_norm(
 
 
 def _embedding(
-    images: Images,
+    images: Layout,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -245,11 +246,11 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> list[tuple[Tensor | None, Read]]:
+) -> Reads:
     if scale_grad_by_freq:
         return []  # it couples the images
 
-    def read(signal: Tensor) -> Part:
+    def read(signal: Tensor) -> ImageGradients:
         rows, d = images.rows(input), images.rows(signal, signal.shape[-1])
         if padding_idx is not None:
             d = d * (rows != padding_idx % len(weight))[..., None]
@@ -259,7 +260,7 @@ def _embedding(
             scaled = (d * factors.to(d)[:, None, None]).flatten(0, 1)
             return torch.zeros_like(weight).index_add_(0, rows.flatten(), scaled)
 
-        return Part(torch.einsum("nst,nst->n", same, d @ d.mT).double().clamp_min(0), weighted)
+        return ImageGradients(torch.einsum("nst,nst->n", same, d @ d.mT).double().clamp_min(0), weighted)
 
     return [(weight, read)]
 

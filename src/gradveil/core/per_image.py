@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.kernels import first_derivative
-from gradveil.core.layer_calls import RULES, Images, Part, Read, Rule, kept
+from gradveil.core.layer_calls import RULES, ImageGradients, Layout, Read, Rule, kept
 from gradveil.core.randomness import torch_stream
 from gradveil.core.types import Tensors
 
@@ -93,7 +93,7 @@ class _Plan:
 
 def _parts(
     model: ModelFunction, plan: _Plan, state: Tensors, x: Tensor, y: Tensor, noise: Tensors
-) -> tuple[dict[str, Part], Counter[str]]:
+) -> tuple[dict[str, ImageGradients], Counter[str]]:
     """What one pass over the batch tells about planned parameters, and how many calls used each of them."""
     parameters = model.parameters(state)
     fixed = {name: p.detach() for name, p in parameters.items()}
@@ -108,8 +108,8 @@ def _parts(
     return calls.parts | copied, calls.uses
 
 
-def _unused(parameter: Tensor, x: Tensor) -> Part:
-    return Part(torch.zeros(len(x), device=x.device), lambda _: torch.zeros_like(parameter))
+def _unused(parameter: Tensor, x: Tensor) -> ImageGradients:
+    return ImageGradients(torch.zeros(len(x), device=x.device), lambda _: torch.zeros_like(parameter))
 
 
 def _copied(parameter: Tensor, images: int) -> Tensor:
@@ -148,7 +148,7 @@ class _Calls(TorchFunctionMode):
         self.names, self.turned, self.images = names, turned, len(x)
         self.anchor = torch.zeros((), device=x.device, requires_grad=True)
         self.uses = Counter[str]()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ImageGradients] = {}
 
     def __torch_function__(
         self,
@@ -174,7 +174,7 @@ class _Calls(TorchFunctionMode):
     def _listened(self, rule: Rule, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Read]:
         reads: dict[str, Read] = {}
         for rows_first in (False, True) if self.turned else (False,):
-            for parameter, read in rule(Images(self.images, rows_first), *args, **kwargs):
+            for parameter, read in rule(Layout(self.images, rows_first), *args, **kwargs):
                 name = self.names.get(id(parameter))
                 if name is not None and (name in self.turned) == rows_first:
                     reads[name] = read
@@ -246,7 +246,7 @@ class _Probe:
             return frozenset()
         return frozenset(name for name, part in parts.items() if self._agrees(name, part))
 
-    def _agrees(self, name: str, part: Part) -> bool:
+    def _agrees(self, name: str, part: ImageGradients) -> bool:
         for i, alone in enumerate(self.alone):
             size, whole = (sum(float(g.double().square().sum()) for g in gs) ** 0.5 for gs in ([alone[name]], alone.values()))
             allowed = TOLERANCE[0] * size + TOLERANCE[1] * whole
