@@ -4,6 +4,7 @@ A rule takes the layout of the images and the arguments of the call. It returns,
 It may be wrong for a model that uses the layer otherwise, so nothing is taken from it that a probe has not confirmed.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -168,70 +169,31 @@ def _each(size: _Size, axes: int) -> list[int]:
 # -- scales and shifts of normalized inputs --------------------------------------------------------------------------------
 
 
-def _scaled(
-    images: Layout, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor], *, last: bool = False
-) -> Reads:
+def _scaled(function: Callable[..., Tensor], *, last: bool = False) -> Rule:
     """Outputs are normalized inputs, times the weight, plus the bias; of channels, or of the last axes."""
+    signature = inspect.signature(function)
 
-    def summed(values: Tensor, like: Tensor) -> ImageGradients:
-        if last:
-            return kept(images.rows(values, *like.shape).sum(1))
-        return kept(images.rows(values.flatten(2).sum(2), len(like)).sum(1))
+    def rule(images: Layout, *args: object, **kwargs: object) -> Reads:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        weight, bias = call.arguments["weight"], call.arguments["bias"]
+        options = {**call.arguments, "weight": None, "bias": None}
+        if options.get("training"):
+            return []  # it couples the images
+        if options.get("use_input_stats"):
+            options |= {"running_mean": None, "running_var": None}  # they would move again
 
-    reads: Reads = []
-    if weight is not None:
-        reads.append((weight, lambda signal: summed(signal * normalized(), weight)))
-    if bias is not None:
-        reads.append((bias, lambda signal: summed(signal, bias)))
-    return reads
+        def summed(values: Tensor, like: Tensor) -> ImageGradients:
+            if last:
+                return kept(images.rows(values, *like.shape).sum(1))
+            return kept(images.rows(values.flatten(2).sum(2), len(like)).sum(1))
 
+        return [
+            (weight, lambda signal: summed(signal * function(**options), weight)),
+            (bias, lambda signal: summed(signal, bias)),
+        ]
 
-def _group_norm(
-    images: Layout, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Reads:
-    return _scaled(images, weight, bias, lambda: F.group_norm(input, num_groups, eps=eps))
-
-
-def _layer_norm(
-    images: Layout,
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Reads:
-    return _scaled(images, weight, bias, lambda: F.layer_norm(input, normalized_shape, eps=eps), last=True)
-
-
-def _instance_norm(
-    images: Layout,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Reads:
-    mean, variance = (None, None) if use_input_stats else (running_mean, running_var)  # they may have moved since
-    return _scaled(images, weight, bias, lambda: F.instance_norm(input, mean, variance, None, None, use_input_stats, eps=eps))
-
-
-def _batch_norm(
-    images: Layout,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Reads:
-    if training:
-        return []  # it couples the images
-    return _scaled(images, weight, bias, lambda: F.batch_norm(input, running_mean, running_var, eps=eps))
+    return rule
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------------
@@ -270,9 +232,9 @@ RULES: dict[Callable[..., object], Rule] = {
     F.conv1d: _convolution,
     F.conv2d: _convolution,
     F.conv3d: _convolution,
-    F.group_norm: _group_norm,
-    F.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
+    F.group_norm: _scaled(F.group_norm),
+    F.layer_norm: _scaled(F.layer_norm, last=True),
+    F.instance_norm: _scaled(F.instance_norm),
+    F.batch_norm: _scaled(F.batch_norm),
     F.embedding: _embedding,
 }
