@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from gradveil.api import audit, compare
+    from gradveil.api import audit, compare, tune
     from gradveil.attacks.base import Attack
     from gradveil.attacks.registry import attack
     from gradveil.auditing.captured import attack_update
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradveil.protection.loop import protect
     from gradveil.protection.promise import certify
     from gradveil.report.audit_report import Report
+    from gradveil.report.tune_report import TuneReport
 
 _HOME = {
     "Attack": "gradveil.attacks.base",
@@ -36,6 +37,7 @@ _HOME = {
     "Observation": "gradveil.core.observation",
     "Protection": "gradveil.protection.audited",
     "Report": "gradveil.report.audit_report",
+    "TuneReport": "gradveil.report.tune_report",
     "Update": "gradveil.core.types",
     "UserError": "gradveil.core.errors",
     "attack": "gradveil.attacks.registry",
@@ -46,6 +48,7 @@ _HOME = {
     "defense": "gradveil.defenses.registry",
     "flower": "gradveil.protection.flower",
     "protect": "gradveil.protection.loop",
+    "tune": "gradveil.api",
 }
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "Observation",
     "Protection",
     "Report",
+    "TuneReport",
     "Update",
     "UserError",
     "__version__",
@@ -68,6 +72,7 @@ __all__ = [
     "defense",
     "flower",
     "protect",
+    "tune",
 ]
 
 

@@ -1,7 +1,8 @@
-"""The Python entry points that need all of the package: `gradveil.audit` and `gradveil.compare`."""
+"""The Python entry points that need all of the package: `gradveil.audit`, `gradveil.tune` and `gradveil.compare`."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.progress import display_on
 from gradveil.auditing.run import run_audit
-from gradveil.auditing.spec import SUITE, make_spec, read_spec
+from gradveil.auditing.spec import SUITE, AuditSpec, make_spec, read_spec
+from gradveil.auditing.tuning.run import run_tune
+from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.core.errors import UserError
 from gradveil.core.settings import build, fields_of
 from gradveil.defenses.base import Defense
@@ -21,6 +24,7 @@ from gradveil.processes.ending import orderly
 from gradveil.processes.temporary import TemporaryFolder
 from gradveil.report.audit_report import Report
 from gradveil.report.compare import Comparison, compare_runs
+from gradveil.report.tune_report import TuneReport
 
 
 def audit(
@@ -42,26 +46,66 @@ def audit(
     `report.save` copies it. Objects are audited in this process; names and `pkg.mod:factory` by `workers` processes, or
     by the Ray cluster at the address `ray`.
     """
-    names = fields_of(Execution)
-    execution = build(Execution, {k: v for k, v in settings.items() if k in names}, of="audit")
     named = {"data": data, "model": model, "defenses": defenses}
-    values = {k: v for k, v in {**named, **settings}.items() if v is not None and k not in names}
-    if config is None or attacks != SUITE:
-        values["attacks"] = attacks
-    case = Case(make_spec(values) if config is None else read_spec(Path(config), **values))
-    display = display_on(Console(stderr=True), quiet)
-    with orderly():
-        temporary = TemporaryFolder() if execution.out is None else None
-        try:
-            run = run_audit(case, replace(execution, out=temporary.path) if temporary else execution, display)
-            report = Report.written(*run, case.spec.picture_mode)
-        except BaseException:
-            if temporary:
-                temporary.remove()
-            raise
-        if temporary:
-            weakref.finalize(report, temporary.remove)  # it holds private images
+    spec, execution = _asked({**named, **settings}, attacks, config, AuditSpec)
+    case, display = Case(spec), display_on(Console(stderr=True), quiet)
+    with orderly(), _folder_of(execution) as (here, keep):
+        report = Report.written(*run_audit(case, here, display), case.spec.picture_mode)
+        keep(report)
     return report
+
+
+def tune(
+    data: Any = None,
+    model: Any = None,
+    defenses: str | Defense | Sequence[str | Defense] | None = None,
+    attacks: str | Attack | Sequence[str | Attack] = SUITE,
+    *,
+    quiet: bool = False,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> TuneReport:
+    """Find the cheapest strength of your defenses under which the updates of your model do not leak.
+
+    `defenses` are up to four, each at the strength where its search begins; without any, a sensible four. `settings` are
+    those of `audit`, and `max_loss` (percent of accuracy), `risk` (of a line-up, by a proof), `strengths` (tried per
+    defense, at most). `report.summary.recommended` is the setting to take, audited again on fresh victims, and
+    `report.protection` what clients act by; where there is none, `report.summary.text` says why.
+    """
+    named = {"data": data, "model": model, "defenses": defenses}
+    spec, execution = _asked({**named, **settings}, attacks, config, TuneSpec)
+    assert isinstance(spec, TuneSpec)
+    display = display_on(Console(stderr=True), quiet)
+    with orderly(), _folder_of(execution) as (here, keep):
+        report = TuneReport.written(run_tune(spec, here, display), spec.picture_mode)
+        keep(report)
+    return report
+
+
+def _asked(
+    values: dict[str, Any], attacks: object, config: str | Path | None, cls: type[AuditSpec]
+) -> tuple[AuditSpec, Execution]:
+    """The settings of a call: what to do, and where."""
+    names = fields_of(Execution)
+    execution = build(Execution, {k: v for k, v in values.items() if k in names}, of=cls.command_name)
+    stated = {k: v for k, v in values.items() if v is not None and k not in names}
+    if config is None or attacks != SUITE:
+        stated["attacks"] = attacks
+    return (make_spec(stated, cls) if config is None else read_spec(Path(config), cls, **stated)), execution
+
+
+@contextmanager
+def _folder_of(execution: Execution) -> Iterator[tuple[Execution, Callable[[object], object]]]:
+    """Where to work, and a function that binds a temporary folder to its report: it holds private images."""
+    if execution.out is not None:
+        yield execution, lambda report: None
+        return
+    temporary = TemporaryFolder()
+    try:
+        yield replace(execution, out=temporary.path), lambda report: weakref.finalize(report, temporary.remove)
+    except BaseException:
+        temporary.remove()
+        raise
 
 
 def compare(a: str | Path | Report, b: str | Path | Report, across: Iterable[str] = ()) -> Comparison:

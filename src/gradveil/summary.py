@@ -62,12 +62,11 @@ Doubt = Literal[
 # Why a defense is not recommended; docs/verdicts.md explains each.
 RejectionCode = Literal[
     "leaks", "cannot-tell", "weak-control", "no-counter", "few-victims", "coarse-test", "cost-not-measured", "too-costly",
-    "uncertain-cost", "near-chance", "costs-more",
+    "uncertain-cost", "near-chance", "costs-more", "failed-again",
 ]  # fmt: skip
 StepCode = Literal[
     "audit-defenses", "stronger-attacks", "more-private-images", "failed-attacks", "failed-training", "more-time",
-    "complete-evidence", "stronger-setting", "setting-between", "milder-setting", "no-setting-left", "differential-privacy",
-    "larger-batches", "secure-aggregation", "several-updates",
+    "complete-evidence", "tune", "no-setting-left", "differential-privacy", "larger-batches", "secure-aggregation", "several-updates",
 ]  # fmt: skip
 
 
@@ -322,7 +321,7 @@ class Recommendation(Record):
     @property
     def candidates(self) -> list[str]:
         """Defenses under which no leak was shown, and of which no reason but missing evidence speaks against them."""
-        final = {"leaks", "cannot-tell", "too-costly", "near-chance", "costs-more"}
+        final = {"leaks", "cannot-tell", "too-costly", "near-chance", "costs-more", "failed-again"}
         return [rejection.spec for rejection in self.rejected if not final & set(rejection.reasons)]
 
 

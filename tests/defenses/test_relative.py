@@ -11,7 +11,7 @@ import torch
 from gradveil.attacks.registry import parse as parse_attack
 from gradveil.attacks.suite import is_countered
 from gradveil.attacks.unit_length import unit_length
-from gradveil.auditing.advice import STRENGTHS
+from gradveil.auditing.strength import STRENGTHS
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import Stream, Streams, generator
 from gradveil.core.types import Noise, Tensors

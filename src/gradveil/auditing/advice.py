@@ -6,19 +6,17 @@ defense, on enough victims, at a measured and tolerable cost. docs/verdicts.md s
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
+from gradveil.auditing.strength import NEAR, Scale
+from gradveil.auditing.tuning.spec import MOST_FAMILIES, TuneSpec
 from gradveil.core.errors import UserError
 from gradveil.core.text import duration, listing, plural
 from gradveil.defenses.base import Defense
-from gradveil.defenses.gradient.dpsgd import NOISE, DpSgd
-from gradveil.defenses.gradient.graddefense import GradDefense
+from gradveil.defenses.gradient.dpsgd import DpSgd
 from gradveil.defenses.update.clip import Clip
-from gradveil.defenses.update.noise import Gaussian, Laplace
-from gradveil.defenses.update.prune import Prune
 from gradveil.metrics.leak_test import LEAST_EXCESS
 from gradveil.summary import (
     CANNOT_TELL,
@@ -38,8 +36,8 @@ LEAST_IMAGES, LEAST_BATCHES = 16, 8
 MOST_UNSEEN = 0.25  # share of leaking images above which a leak must be seen with a probability of 80%
 LEAST_LEARNT = 0.1  # of the way from a guess to no error; a model below it has learnt too little to measure a cost
 DP = "dpsgd:clip=1.0,noise=1.0"
+DP_START = "dpsgd:noise=0.01"  # where a search begins
 LARGER, LARGEST = 8, 64  # images in a batch that is proposed
-NEAR = math.log10(2)  # two settings closer than this factor have none between them that is worth an audit
 _BUDGETS = {"quick": "standard", "standard": "thorough"}
 
 
@@ -88,10 +86,22 @@ class Evidence:
         except UserError:  # the step stays, in words
             return None
 
+    def tune_command(self, families: Sequence[str]) -> str | None:
+        """The command that searches the strengths of these defenses in the same case: with counters, on enough victims."""
+        spec = self.spec
+        values = {name: getattr(spec, name) for name in AuditSpec.model_fields}
+        victims = max(spec.victims, LEAST_BATCHES, -(-LEAST_IMAGES // spec.images))
+        attacks = spec.attacks if spec.suite else (*spec.attacks, SUITE)
+        changes = {"defenses": families, "attacks": attacks, "victims": victims, "utility": spec.utility or True}
+        try:
+            return make_spec(values | changes, TuneSpec).command()
+        except UserError:
+            return None
+
 
 def advise(evidence: Evidence) -> Recommendation:
     """The cheapest defense against which nothing speaks; else what is missing."""
-    reasons = {row.spec: _reasons(evidence, row) for row in evidence.audited}
+    reasons = {row.spec: reasons_against(evidence, row) for row in evidence.audited}
     eligible = [row for row in evidence.audited if not reasons[row.spec]]
     best = min(eligible, key=lambda row: (row.loss, row.overhead or math.inf), default=None)
     reasons |= {row.spec: ("costs-more",) for row in eligible if row is not best}
@@ -103,7 +113,7 @@ def advise(evidence: Evidence) -> Recommendation:
     )
 
 
-def _reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
+def reasons_against(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
     """All that speaks against a defense."""
     if row.verdict == LEAKS:
         return ("leaks",)
@@ -115,6 +125,13 @@ def _reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
         "no-counter": row.verdict != NO_LEAK or not any(attack.adaptive and attack.ok for attack in row.attacks),
         "few-victims": evidence.images(row) < LEAST_IMAGES or evidence.spec.victims < LEAST_BATCHES,
         "coarse-test": unseen is None or unseen > MOST_UNSEEN,
+    }
+    return (*(code for code, holds in applies.items() if holds), *cost_reasons(evidence, row))
+
+
+def cost_reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
+    """What speaks against its cost in accuracy."""
+    applies: dict[RejectionCode, bool] = {
         "cost-not-measured": row.loss is None or row.accuracy is None,
         "too-costly": row.loss is not None and row.loss > evidence.spec.max_loss,
         "uncertain-cost": row.loss is not None and row.loss <= evidence.spec.max_loss < (row.most_lost or 0.0),
@@ -252,95 +269,62 @@ def _victims(evidence: Evidence, coarse: bool) -> int | None:
 # -- where all leak, or cost too much ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Strength:
-    """The one setting that makes a defense stronger, on a scale of powers of ten."""
-
-    setting: str
-    share: bool = False  # of the update that is left out: then what remains counts
-
-    def name(self, defense: Defense) -> str:
-        return "relative" if getattr(defense, "relative", None) is not None else self.setting
-
-    def level(self, defense: Defense) -> float | None:
-        value: Any = getattr(defense, self.name(defense))
-        if any(getattr(defense, name, None) is not None for name in ("epsilon", "risk")):
-            return None
-        value = NOISE if value is None else value
-        left = 1 - value if self.share else value
-        return (-1 if self.share else 1) * math.log10(left) if left > 0 else None
-
-    def at(self, defense: Any, level: float) -> str:
-        """The text of the defense at another level; the setting stands in it even where it is the default."""
-        rest = float(f"{10 ** (-level if self.share else level):.2g}")
-        value = round(1 - rest, 9) if self.share else rest
-        name = self.name(defense)
-        text: str = replace(defense, **{name: value}).spec
-        return text if f"{name}=" in text else f"{text}{',' if ':' in text else ':'}{name}={value}"
-
-
-# `clip` is not among them: a smaller norm only rescales the update, and no attack depends on its size.
-STRENGTHS: Mapping[type[Defense], Strength] = {
-    Gaussian: Strength("std"),
-    Laplace: Strength("scale"),
-    GradDefense: Strength("std"),
-    DpSgd: Strength("noise"),
-    Prune: Strength("ratio", share=True),
-}
-
-
 @dataclass
 class Family:
     """The audited settings of one defense that differ in its strength alone."""
 
-    defense: Defense
-    strength: Strength
     leaking: dict[float, str] = field(default_factory=dict)  # by level
     costly: dict[float, str] = field(default_factory=dict)
     hopeless: list[str] = field(default_factory=list)  # which leak and cost too much
 
-    def at(self, level: float) -> str:
-        return self.strength.at(self.defense, level)
+    @property
+    def start(self) -> tuple[str, str]:
+        """Where a search begins, and why one is needed."""
+        weak, strong = max(self.leaking, default=None), min(self.costly, default=None)
+        if weak is None:
+            assert strong is not None
+            return self.costly[strong], f"{self.costly[strong]} costs too much"
+        leaks = f"{self.leaking[weak]} leaks"
+        return self.leaking[weak], leaks if strong is None else f"{leaks} and {self.costly[strong]} costs too much"
+
+    @property
+    def exhausted(self) -> str | None:
+        """Why no other strength is worth a search."""
+        if self.hopeless:
+            return f"{self.hopeless[-1]} leaks and costs too much already, so that a stronger one is no use"
+        weak, strong = max(self.leaking, default=None), min(self.costly, default=None)
+        if weak is None or strong is None or strong - weak > NEAR:
+            return None
+        return f"none is left to try between {self.leaking[weak]}, which leaks, and {self.costly[strong]}, which costs too much"
 
 
 def _families(evidence: Evidence) -> list[Family]:
     families: dict[str, Family] = {}
     for row in evidence.audited:
-        defense = evidence.methods[row.spec]
-        strength = STRENGTHS.get(type(defense))
-        level = strength.level(defense) if strength else None
-        if strength and level is not None:
-            family = families.setdefault(strength.at(defense, 0.5), Family(defense, strength))
-            (family.leaking if row.verdict == LEAKS else family.costly)[level] = row.spec
+        scale = Scale.of(evidence.methods[row.spec])
+        if scale is not None:
+            family = families.setdefault(scale.family, Family())
+            (family.leaking if row.verdict == LEAKS else family.costly)[scale.level] = row.spec
             if row.verdict == LEAKS and row.loss is not None and row.loss > evidence.spec.max_loss:
                 family.hopeless.append(row.spec)
     return list(families.values())
 
 
 def _settings_to_try(evidence: Evidence) -> Iterator[NextStep]:
-    """Other strengths of the audited defenses, with their cost: strength alone is no use."""
-    proposals: dict[StepCode, dict[str, str]] = {"setting-between": {}, "stronger-setting": {}, "milder-setting": {}}
-    exhausted: list[str] = []
-    for family in _families(evidence):
-        weak, strong = max(family.leaking, default=None), min(family.costly, default=None)
-        if family.hopeless:
-            exhausted.append(f"{family.hopeless[-1]} leaks and costs too much already, so that a stronger one is no use")
-        elif weak is not None and strong is not None:
-            bounds = f"{family.leaking[weak]}, which leaks, and {family.costly[strong]}, which costs too much"
-            if strong - weak > NEAR:
-                proposals["setting-between"][family.at((weak + strong) / 2)] = f"lies between {bounds}"
-            else:
-                exhausted.append(f"none is left to try between {bounds}")
-        elif weak is not None:
-            proposals["stronger-setting"][family.at(weak + 1)] = f"is stronger than {family.leaking[weak]}, which leaks"
-        elif strong is not None:
-            relation = f"is milder than {family.costly[strong]}, which costs too much"
-            proposals["milder-setting"][family.at(strong - 1)] = relation
-    for code, relations in proposals.items():
-        if relations:
-            why = "; ".join(f"{spec} {relation}" for spec, relation in relations.items())
-            yield _step(evidence, code, f"{why}. The command measures the cost too.", **_with(evidence, *relations))
-    if exhausted:
+    """Other strengths of the audited defenses, and of `dpsgd`, whose noise proves a limit: one search for all of them."""
+    families = _families(evidence)
+    starts = dict(family.start for family in families if not family.exhausted)
+    reasons = [f"{reason}." for reason in starts.values()]
+    rescaled = [row.spec for row in evidence.audited if type(evidence.methods[row.spec]) is Clip]
+    if rescaled:
+        reasons.append(f"{listing(rescaled)} alone only rescales the update, whatever the norm.")
+    if not _has_dpsgd(evidence):
+        reasons.append("Differential privacy (dpsgd) bounds by a proof what an update tells about one image.")
+        starts[DP_START] = ""
+    if starts:
+        why = f"{' '.join(reasons)} The command finds the cheapest strength that survives, and what it costs."
+        yield NextStep(code="tune", reason=why, command=evidence.tune_command([*starts][-MOST_FAMILIES:]))
+    if exhausted := [family.exhausted for family in families if family.exhausted]:
         yield _step(evidence, "no-setting-left", f"No setting was found: {'; '.join(exhausted)}.")
 
 
@@ -351,10 +335,6 @@ def _with(evidence: Evidence, *added: str) -> dict[str, object]:
 
 def _other_protection(evidence: Evidence) -> Iterator[NextStep]:
     """What protects in another way than the audited defenses."""
-    rescaled = [row.spec for row in evidence.audited if type(evidence.methods[row.spec]) is Clip]
-    yield from _differential_privacy(
-        evidence, f"{listing(rescaled)} alone only rescales the update, whatever the norm. " if rescaled else ""
-    )
     spec = evidence.spec
     size = LARGER if spec.batch_size < LARGER else 2 * spec.batch_size
     if size <= LARGEST:
@@ -368,8 +348,12 @@ def _other_protection(evidence: Evidence) -> Iterator[NextStep]:
     )
 
 
+def _has_dpsgd(evidence: Evidence) -> bool:
+    return any(type(part) is DpSgd for method in evidence.methods.values() for part in method.parts)
+
+
 def _differential_privacy(evidence: Evidence, before: str) -> Iterator[NextStep]:
-    if not any(type(part) is DpSgd for method in evidence.methods.values() for part in method.parts):
+    if not _has_dpsgd(evidence):
         why = (
             f"{before}Differential privacy (dpsgd) bounds by a proof what an update tells about one image. Its price is "
             "accuracy; the command measures it."

@@ -52,7 +52,7 @@ class Case:
         self.defenses = {written(d): defense_methods.parse(d) for d in spec.defenses}
         self._try_loss()
         random = generator(spec.seed, "victims")
-        self.victims, self.strangers = draw_victims(self.private_labels, spec.victims, spec.images, random)
+        self.victims, self.strangers = draw_victims(self.private_labels, spec.victims, spec.images, random, spec.skip_victims)
         for defense in self.defenses.values():
             if "model" in defense.stages:  # a defense that does not fit the model is refused at once
                 self._try(defense)
@@ -187,7 +187,8 @@ class Case:
     @cached_property
     def terms(self) -> dict[str, Any]:
         summed = {"aggregate": self.spec.aggregate} if self.spec.aggregate > 1 else {}
-        return self.spec.terms() | summed | self.names
+        fresh = {"skip_victims": self.spec.skip_victims} if self.spec.skip_victims else {}
+        return self.spec.terms() | summed | fresh | self.names
 
     @cached_property
     def id(self) -> str:
@@ -196,22 +197,27 @@ class Case:
         return short_hash([self.terms, hashes, __version__, PROTOCOL])
 
 
-def draw_victims(labels: Tensor, victims: int, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_victims(
+    labels: Tensor, victims: int, size: int, random: torch.Generator, skipped: int = 0
+) -> tuple[Tensor, Tensor]:
     """Victims × batch places in the private part, none twice, and the places of the strangers.
 
     One random order serves both. Victims: every class once, then again. Strangers: of each class that has victims, the
-    images that come next in its order. So within a class it is chance alone who is a victim and who a stranger.
+    images that come next in its order. So within a class it is chance alone who is a victim and who a stranger. The
+    images of victims that are `skipped` are neither.
     """
-    wanted = victims * size
-    if wanted > len(labels):
-        raise UserError(f"{victims} victims with {size} images each need {wanted} private images; the data has {len(labels)}.")
+    wanted, passed_over = victims * size, skipped * size
+    if wanted + passed_over > len(labels):
+        fresh = f", and as many of the {skipped} before them," if skipped else ""
+        needed = f"{victims} victims with {size} images each{fresh} need {wanted + passed_over} private images"
+        raise UserError(f"{needed}; the data has {len(labels)}.")
     shuffled = torch.randperm(len(labels), generator=random)
     before: Counter[int] = Counter()
     turn = []
     for label in labels[shuffled].tolist():
         turn.append(before[label])
         before[label] += 1
-    order = shuffled[torch.argsort(torch.tensor(turn), stable=True)]
+    order = shuffled[torch.argsort(torch.tensor(turn), stable=True)][passed_over:]
     drawn, rest = order[:wanted], order[wanted:]
     count = Counter(labels[drawn].tolist())
     strangers = [rest[labels[rest] == label][: strangers_wanted(number)] for label, number in sorted(count.items())]

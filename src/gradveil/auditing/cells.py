@@ -122,11 +122,11 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
     stored: Tensors = {}
     changes, agreements, zero_updates, broken_updates = [], list[float](), 0, 0
     for v in range(case.spec.victims):
-        batch = case.batch(v)
-        protected, data_secrets = client.protect(state, batch, v)
+        batch, number = case.batch(v), case.spec.skip_victims + v  # fresh victims have draws of their own too
+        protected, data_secrets = client.protect(state, batch, number)
         for u in range(case.spec.updates):
-            with seeded(case.spec.seed, v, u, "dropout"):
-                update, trace = summed_round(client, state, batch, protected, case.spec.batch_size, v, u)
+            with seeded(case.spec.seed, number, u, "dropout"):
+                update, trace = summed_round(client, state, batch, protected, case.spec.batch_size, number, u)
             stored |= {f"{v}/{u}/update/{n}": t for n, t in {**update.tensors, **update.others}.items()}
             if private:
                 stored |= {f"{v}/{u}/secret/{n}": t for n, t in {**data_secrets, **trace.secrets}.items()}
@@ -135,8 +135,8 @@ def _observe(work: Work, *, everything: bool = False) -> Result:
             zero_updates += not any(bool(t.any()) for t in numbers)
             broken_updates += not all(bool(t.isfinite().all()) for t in numbers)
             if u == 0:
-                with seeded(case.spec.seed, v, u, "dropout"):  # the same units are dropped
-                    reference, _ = summed_round(undefended, plain_state, batch, batch, case.spec.batch_size, v, u)
+                with seeded(case.spec.seed, number, u, "dropout"):  # the same units are dropped
+                    reference, _ = summed_round(undefended, plain_state, batch, batch, case.spec.batch_size, number, u)
                 changes.append(update_change(update.tensors, reference.tensors))
                 agreements.append(least_agreement(update.tensors, reference.tensors))
         work.progress(v + 1, case.spec.victims)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks.lineup import Candidates
 from gradveil.auditing.case import Case
-from gradveil.certification.certificate import Certificate
+from gradveil.certification.certificate import COUPLED, Certificate
 from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.errors import UserError
 from gradveil.core.randomness import generator
@@ -76,15 +76,35 @@ def line_up_risk(case: Case, defense: Defense, cells: Sequence[StoredCell]) -> L
 
 def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:
     """The limit that the defense proves for what this audit saw; None where it proves none."""
-    training, (task, _) = case.training, case.task(defense)
-    if task.model.couples_images or training.sends_statistics or m < 2:
+    try:
+        return proved_limit(case, defense, m, case.spec.updates) if m >= 2 else None
+    except UserError:  # it has no proof, or no noise
         return None
-    sampling = "shuffled" if training.batch_size is not None else "full"
-    for clients in dict.fromkeys((case.spec.aggregate, 1)):  # where noise of clients does not add up, that of one still holds
-        try:
-            return certify(
-                defense, line_up=m, rounds=case.spec.updates, local_epochs=training.epochs, sampling=sampling, aggregate=clients
-            )
-        except UserError:  # it has no proof, or no noise
-            continue
-    return None
+
+
+def proved_limit(case: Case, defense: Defense, m: int, rounds: int, risk: float | None = None) -> Certificate:
+    """The limit that the defense proves for so many rounds of the audited local training; with `risk`, at the noise for it."""
+    training, (task, _) = case.training, case.task(defense)
+    if task.model.couples_images:
+        raise UserError(f"{defense.spec} promises nothing here: {COUPLED}")
+    if training.sends_statistics:
+        raise UserError(f"{defense.spec} promises nothing here: statistics leave the client without noise.")
+    sampling = "full" if training.batch_size is None else "shuffled"
+
+    def limit(clients: int) -> Certificate:
+        return certify(
+            defense,
+            line_up=m,
+            rounds=rounds,
+            local_epochs=training.epochs,
+            sampling=sampling,
+            aggregate=clients,
+            risk=risk,
+        )
+
+    if case.spec.aggregate == 1:
+        return limit(1)
+    try:
+        return limit(case.spec.aggregate)
+    except UserError:  # where noise of clients does not add up, that of one still holds for the sum
+        return limit(1)

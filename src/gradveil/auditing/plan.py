@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -76,8 +76,8 @@ class Plan:
         return [c for c in self.cells if c.kind == kind and c.defense == defense]
 
 
-def make_plan(case: Case) -> Plan:
-    """Every cell once, what is needed first."""
+def make_plan(case: Case, unpriced: Collection[str] = ()) -> Plan:
+    """Every cell once, what is needed first. The cost of `unpriced` defenses is not measured."""
     metrics = [[metric.name, metric.version, source_hash(metric.measure)] for metric in registered()]
     cells = [_cell(case, "baseline", metrics)]
     for text, defense in case.defenses.items():
@@ -96,7 +96,7 @@ def make_plan(case: Case) -> Plan:
             cells.append(_cell(case, "look", [direct_look.VERSION], text, needs=[*train, honest]))
         if case.spec.candidates:
             cells.append(_cell(case, "line-up", [lineup.VERSION, case.spec.candidates], text, needs=[*train, honest]))
-        if case.spec.utility:
+        if case.spec.utility and text not in unpriced:
             cells.append(_cell(case, "utility", [*code, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))
 

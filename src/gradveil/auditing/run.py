@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,18 +38,28 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped; {kept}. The same command goes on from there.")
 
 
-def run_audit(case: Case, execution: Execution | None = None, display: Display | None = None) -> FinishedRun:
-    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process."""
+def run_audit(
+    case: Case,
+    execution: Execution | None = None,
+    display: Display | None = None,
+    *,
+    deadline: float | None = None,
+    unpriced: Collection[str] = (),
+) -> FinishedRun:
+    """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
+
+    A `deadline` (of `time.monotonic`) ends the work; the cost of `unpriced` defenses is not measured.
+    """
     begun, execution = time.perf_counter(), execution or Execution()
     if execution.ray is not None and not case.spec.in_words:
         needs = "data, model and methods by name or as pkg.mod:factory"
         raise UserError(f"--ray needs {needs}: objects stay on this machine.")
-    display, deadline, left_out = display or Display(), None, dict[str, float]()
+    display, left_out = display or Display(), dict[str, float]()
     if execution.minutes is not None:
         deadline = time.monotonic() + 60 * execution.minutes
         fitted = _fitted(case, execution, deadline, display)
         case, left_out = fitted.case, fitted.left_out
-    plan = make_plan(case)
+    plan = make_plan(case, unpriced)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
@@ -76,7 +86,7 @@ def complete(
 ) -> None:
     """Do the missing ones of these cells. Ctrl-C keeps what is done and says how much that is."""
     display.start(len(cells), weights_of(case, missing))
-    memory, workers = execution.memory_bytes, _workers(case, execution)
+    memory, workers = execution.memory_bytes, workers_of(case, execution)
     share = memory if execution.ray is not None else share_of_memory(memory, workers)
     limits = Limits(share, find_device(execution.device))
     if missing and share is not None and share < TOGETHER:
@@ -90,7 +100,7 @@ def complete(
         display.stop()
 
 
-def _workers(case: Case, execution: Execution) -> int:
+def workers_of(case: Case, execution: Execution) -> int:
     """Worker processes; 0: this process alone, as objects that have no text cannot be sent to others."""
     return (cores() if execution.workers is None else execution.workers) if case.spec.in_words else 0
 
@@ -105,7 +115,7 @@ def _fitted(case: Case, execution: Execution, deadline: float, display: Display)
         note = f"--minutes {execution.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken"
         fitted = Fitted(Case(make_spec({**dict(case.spec), **chosen})), note)
     else:
-        fitted = fit(case, execution.minutes, max(1, _workers(case, execution)), deadline)
+        fitted = fit(case, execution.minutes, max(1, workers_of(case, execution)), deadline)
     display.note(fitted.note)
     return fitted
 

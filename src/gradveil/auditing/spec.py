@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -44,6 +44,7 @@ class AuditSpec(BaseModel):
     """One audit. Data, model, loss, defenses and attacks may be Python objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    command_name: ClassVar[str] = "audit"
 
     data: Any = Field("mnist-5k", description="Name, path, or pkg.mod:factory.")
     model: Any = Field("lenet", description="Name, or pkg.mod:factory.")
@@ -56,6 +57,9 @@ class AuditSpec(BaseModel):
     )
     without: Annotated[tuple[str, ...], OUTSIDE_CASE] = Field((), description="Attack of the suite that is left out; repeat.")
     victims: int = Field(8, ge=1, description="Private batches that are attacked.")
+    skip_victims: Annotated[int, OUTSIDE_CASE] = Field(  # a term of the case where it is not 0, see `Case.terms`
+        0, ge=0, description="Victims that are passed over: those of an earlier audit, so that these are fresh ones."
+    )
     batch_size: int = Field(1, ge=1, description="Images in a batch.")
     aggregate: Annotated[int, OUTSIDE_CASE] = Field(  # a term of the case where it is not 1, see `Case.terms`
         1, ge=1, description="Clients of which the server sees only the sum of updates: secure aggregation is assumed."
@@ -119,18 +123,18 @@ class AuditSpec(BaseModel):
     @field_validator("defenses", mode="before")
     @classmethod
     def _defenses(cls, value: object) -> tuple[str | Defense, ...]:
-        chosen = _as_list(value) or [d for d in FIRST if d.partition(":")[0] in defense_methods.registry]
-        return _distinct([CONTROL, *chosen], defense_methods.parse)
+        chosen = as_list(value) or [d for d in FIRST if d.partition(":")[0] in defense_methods.registry]
+        return distinct([CONTROL, *chosen], defense_methods.parse)
 
     @field_validator("attacks", mode="before")
     @classmethod
     def _attacks(cls, value: object) -> tuple[str | Attack, ...]:
-        return _distinct(_as_list(value) or [SUITE], lambda a: a if suite_named(a) else attack_methods.parse(a))
+        return distinct(as_list(value) or [SUITE], lambda a: a if suite_named(a) else attack_methods.parse(a))
 
     @field_validator("without")
     @classmethod
     def _without(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _distinct(value, attack_methods.parse)
+        return distinct(value, attack_methods.parse)
 
     @field_validator("utility", mode="before")
     @classmethod
@@ -188,7 +192,7 @@ class AuditSpec(BaseModel):
 
     def command(self) -> str | None:
         """The command line of this audit; None where it holds Python objects."""
-        return shlex.join(["gradveil", "audit", *option_words(self)]) if self.in_words else None
+        return shlex.join(["gradveil", self.command_name, *option_words(self)]) if self.in_words else None
 
 
 def written(method: str | Defense | Attack) -> str:
@@ -232,14 +236,14 @@ def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _as_list(value: object) -> list[object]:
+def as_list(value: object) -> list[object]:
     """One or many, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-def _distinct(methods: Iterable[object], parse: Callable[[Any], str | Defense | Attack]) -> tuple[Any, ...]:
+def distinct(methods: Iterable[object], parse: Callable[[Any], str | Defense | Attack]) -> tuple[Any, ...]:
     """Each method once, as it was first written, whatever its spelling."""
     first: dict[str, str | Defense | Attack] = {}
     for method in methods:

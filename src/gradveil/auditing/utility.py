@@ -10,6 +10,7 @@ The learning rate that is chosen for each defense is that of the server, so that
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -137,6 +138,16 @@ def _sent(plan: FederationPlan) -> tuple[object, ...]:
     training, images = plan.local_training(0), plan.batch_size if plan.fedsgd else plan.images_per_client
     alike = dataclasses.replace(training, frozen=(), optimizer="sgd")
     return alike, optimizer(training.optimizer), images, "" if plan.fedsgd else plan.schedule
+
+
+def rounds_of_an_image(plan: FederationPlan) -> int:
+    """In how many rounds of this training the same image takes part, at the most."""
+    taken = Counter(client for round in range(plan.rounds) for client in plan.chosen(round))
+    most, images = max(taken.values()), plan.images_per_client
+    if not plan.fedsgd or images is None or plan.partition != "iid":  # else a client may have fewer images
+        return most
+    passes = math.ceil(plan.rounds / math.ceil(images / min(plan.batch_size or images, images)))
+    return min(most, passes)  # every pass takes each image once
 
 
 def in_words(plan: FederationPlan) -> str:

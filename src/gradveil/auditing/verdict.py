@@ -101,10 +101,11 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
     sent = case.training.in_words(spec.batch_size)
     seen = f", {spec.updates} updates of each batch" if spec.updates > 1 else ""
     summed = f" of each of {spec.aggregate} clients, only their sum is seen" if spec.aggregate > 1 else ""
+    fresh = f" beyond the first {spec.skip_victims}" if spec.skip_victims else ""
     server = f"; a malicious server in {', '.join(malicious)}" if malicious else ""
     return (
         f"{names['model']} on {names['data']}, {state}, batches of {plural(spec.batch_size, 'image')}{summed}, {sent}{seen}, "
-        f"{plural(spec.victims, 'victim')}, adversary of level {spec.knowledge}, budget {spec.budget}{server}"
+        f"{plural(spec.victims, 'victim')}{fresh}, adversary of level {spec.knowledge}, budget {spec.budget}{server}"
     )
 
 

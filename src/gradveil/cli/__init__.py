@@ -32,6 +32,7 @@ PATIENCE = 3.0  # seconds for stopping in order
 
 COMMANDS = {
     "audit": "Attack the updates of a model under each defense; report leaks.",
+    "tune": "Find the cheapest setting of a defense that survives.",
     "attack": "Rebuild the images behind a captured update.",
     "protect": "Write a protected copy of an image data set.",
     "search": "Search an ATS policy for a data set and a model.",

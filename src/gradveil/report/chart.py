@@ -39,6 +39,7 @@ class Point:
     low: float
     high: float
     tip: str
+    span: tuple[float, float] | None = None  # of the interval of the cost, across
     label: str = ""  # of the whole cluster, on its first point only
     label_x: float = 0.0
     label_y: float = 0.0
@@ -95,14 +96,19 @@ def privacy_utility(summary: Summary) -> CostChart | None:
     if not shown:
         return None
     costs = [value for *_, value in shown]
-    x_values = nice_ticks(min(0.0, *costs), max(0.0, *costs))
+    spans = {number: span for number, d, *_ in shown if by_loss and (span := _loss_span(d)) is not None}
+    ends = [0.0, *costs, *(end for span in spans.values() for end in span)]
+    x_values = nice_ticks(min(ends), max(ends))
     x = scale(x_values, LEFT, WIDTH - RIGHT)
     y = scale([0.0, 1.0], HEIGHT - BOTTOM, TOP)
     points = []
     for number, defense, rate, value in shown:
-        price = f"accuracy loss {digits(defense.loss, 1)}%" if by_loss else f"gradient cosine {digits(defense.cosine)}"
+        span = spans.get(number)
+        between = f" ({digits(span[0], 1)} to {digits(span[1], 1)}%)" if span else ""
+        price = f"accuracy loss {digits(defense.loss, 1)}%{between}" if by_loss else f"gradient cosine {digits(defense.cosine)}"
         tip = f"{defense.spec}: {defense.verdict}; identified {rate_text(rate)}; {price}"
-        points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip))
+        across = (x(span[0]), x(span[1])) if span else None
+        points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip, across))
     base = summary.baseline.identified if summary.baseline else None
     chart = CostChart(
         x_title="accuracy loss (PDM, %)" if by_loss else "gradient cosine to the undefended update",
@@ -117,6 +123,14 @@ def privacy_utility(summary: Summary) -> CostChart | None:
     )
     _label(chart)
     return chart
+
+
+def _loss_span(defense: DefenseRow) -> tuple[float, float] | None:
+    """The interval of the measured loss."""
+    measured = defense.utility
+    if defense.control or measured is None or measured.low is None or measured.high is None:
+        return None
+    return measured.low, measured.high
 
 
 def _turn(defense: DefenseRow) -> float | None:
@@ -141,6 +155,7 @@ def _label(chart: CostChart) -> None:
         home.append(point)
     taken = [(p.x - 6, p.y - 6, p.x + 6, p.y + 6) for p in chart.points]
     taken += [(p.x - 3, p.high, p.x + 3, p.low) for p in chart.points]
+    taken += [(p.span[0], p.y - 3, p.span[1], p.y + 3) for p in chart.points if p.span]
     for cluster in clusters:
         first = cluster[0]
         first.label = ", ".join(str(p.number) if chart.numbered else shorten(p.defense.spec, 24) for p in cluster)

@@ -1,5 +1,7 @@
 """The summary as a table for a terminal. It fits the width of the console; rich honours NO_COLOR."""
 
+from collections.abc import Iterable
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -7,9 +9,9 @@ from rich.text import Text
 
 from gradveil.core.text import plain
 from gradveil.report import words
-from gradveil.summary import CANNOT_TELL, LEAKS, UNREFUTED, Summary
+from gradveil.summary import CANNOT_TELL, LEAKS, UNREFUTED, NextStep, Summary
 
-_STYLES = {LEAKS: "bold red", CANNOT_TELL: "yellow", UNREFUTED: "yellow"}  # what needs attention; the rest stays plain
+VERDICT_STYLES = {LEAKS: "bold red", CANNOT_TELL: "yellow", UNREFUTED: "yellow"}  # what needs attention; the rest stays plain
 
 
 def table(summary: Summary) -> Table:
@@ -32,7 +34,7 @@ def table(summary: Summary) -> Table:
         if cosines:
             extra = [words.digits(defense.cosine)]
         # Text, not strings: brackets in a spec are no markup.
-        verdict = Text(defense.verdict, _STYLES.get(defense.verdict, ""))
+        verdict = Text(defense.verdict, VERDICT_STYLES.get(defense.verdict, ""))
         best = Text(plain(defense.best.spec) if defense.best else words.NOTHING)
         out.add_row(Text(plain(defense.spec)), verdict, best, *words.figures(defense.worst), *extra)
     if summary.baseline:
@@ -68,7 +70,12 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(Text.assemble(("Recommended: ", "bold") if advice.defense else "", plain(words.recommendation(summary))))
     for rejected in advice.rejected:
         console.print(Text(f"Not recommended: {plain(words.rejection(summary, rejected))}"))
-    for step in advice.next_steps:
+    print_steps(advice.next_steps, console)
+
+
+def print_steps(steps: Iterable[NextStep], console: Console) -> None:
+    """What to do next, each with its command on one line."""
+    for step in steps:
         console.print(Text.assemble(("Next: ", "bold"), plain(step.reason)))
         if step.command:
             console.print(Text(f"  {plain(step.command)}"), soft_wrap=True)  # to be copied as one line

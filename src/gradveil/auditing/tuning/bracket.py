@@ -1,0 +1,70 @@
+"""From the strengths of a defense that were tried to the next one: a bracket, then its middle, until its ends are near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradveil import defenses as defense_methods
+from gradveil.auditing.strength import NEAR, Scale
+
+Standing = Literal["leaks", "holds", "unknown"]
+STEP = 1.0  # to the next strength while only one end is known: a factor of ten
+
+
+@dataclass
+class Bracket:
+    """One defense. `least` is the level from which on it keeps a promise; weaker ones are not tried."""
+
+    scale: Scale
+    most: int  # strengths that may be tried
+    least: float | None = None
+    tried: dict[str, tuple[float, Standing]] = field(default_factory=dict)  # by the text of the defense
+
+    def record(self, text: str, standing: Standing) -> None:
+        scale = Scale.of(defense_methods.parse(text))
+        assert scale is not None
+        self.tried[text] = scale.level, standing
+
+    @property
+    def leaking(self) -> str | None:
+        """The strongest setting that leaks."""
+        return max((text for text in self.tried if self.tried[text][1] == "leaks"), key=self.level, default=None)
+
+    @property
+    def holding(self) -> list[str]:
+        """The settings that hold, the weakest first: those that are stronger than all that leak."""
+        weak = self.level(self.leaking) if self.leaking else -float("inf")
+        texts = [text for text, (level, standing) in self.tried.items() if standing == "holds" and level > weak]
+        return sorted(texts, key=self.level)
+
+    @property
+    def unknown(self) -> str | None:
+        """The setting of which nothing can be told."""
+        return next((text for text, (_, standing) in self.tried.items() if standing == "unknown"), None)
+
+    def level(self, text: str) -> float:
+        return self.tried[text][0]
+
+    def next(self) -> str | None:
+        """The setting to try next; None where the search is over."""
+        if len(self.tried) >= self.most or self.unknown:
+            return None
+        level = self._next_level()
+        if level is None:
+            return None
+        text = self.scale.at(level, at_least=level == self.least)
+        return None if text in self.tried else text
+
+    def _next_level(self) -> float | None:
+        if not self.tried:
+            return self.scale.level if self.least is None else self.least
+        weak = self.level(self.leaking) if self.leaking else self.scale.least
+        strong = self.level(self.holding[0]) if self.holding else None
+        if strong is None:
+            return None if weak is None else weak + STEP
+        if self.least is not None and weak is None:
+            return None  # the weakest that keeps the promise holds
+        if weak is None:
+            return strong - STEP
+        return (weak + strong) / 2 if strong - weak > NEAR else None

@@ -1,0 +1,149 @@
+"""Which setting to take: rules on the rows of two audits, the search and that of fresh victims. All words of a tune are here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradveil.auditing.advice import LEAST_IMAGES, Evidence, cost_reasons, reasons_against
+from gradveil.auditing.tuning.bracket import Bracket, Standing
+from gradveil.auditing.tuning.results import Basis, Measured, TriedSetting
+from gradveil.certification.certificate import percent
+from gradveil.core.text import listing
+from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, RejectionCode
+
+
+OF_THE_COST: frozenset[RejectionCode] = frozenset(("cost-not-measured", "too-costly", "uncertain-cost", "near-chance"))
+
+
+def standing_of(row: DefenseRow, control: DefenseRow, risk: float | None) -> tuple[Standing, Basis]:
+    """Whether a setting holds, and what that rests on.
+
+    Only where the test of the verdict cannot tell, the line-up decides: it must succeed without a defense, and not under
+    this one. With a promised risk, what is proved holds unless the line-up contradicts it.
+    """
+    if row.verdict != CANNOT_TELL:
+        return ("leaks" if row.verdict == LEAKS else "holds"), "picture"
+    line_up = row.line_up
+    if risk is not None:
+        return ("leaks", "line-up") if line_up and line_up.identified.low > risk else ("holds", "certificate")
+    if line_up is None or control.line_up is None or not control.line_up.shown:
+        return "unknown", "nothing"
+    return ("leaks" if line_up.shown else "holds"), "line-up"
+
+
+def against(evidence: Evidence, row: DefenseRow, standing: Standing, basis: Basis) -> tuple[RejectionCode, ...]:
+    """All that speaks against a setting: the rules of every audit, and in place of the test what else a standing rests on."""
+    if basis == "picture" or standing == "unknown":
+        return reasons_against(evidence, row)
+    if standing == "leaks":
+        return ("leaks",)
+    seen = len(row.line_up.ranks) if row.line_up else 0
+    few: tuple[RejectionCode, ...] = ("few-victims",) if basis == "line-up" and seen < LEAST_IMAGES else ()
+    return (*few, *cost_reasons(evidence, row))
+
+
+def to_price(brackets: Iterable[Bracket]) -> list[str]:
+    """The settings whose cost is measured: of each defense the weakest that holds, and the next stronger one tried."""
+    return [text for bracket in brackets for text in bracket.holding[:2]]
+
+
+def frontier(control: Measured, settings: Sequence[TriedSetting]) -> tuple[str, ...]:
+    """What nothing tried beats in both: the control and settings by their loss, each with fewer images than those before."""
+    priced = [(s.loss, s.identified.rate, s.spec) for s in settings if s.loss is not None and s.identified]
+    points = sorted([(0.0, control.identified.rate, "none"), *priced] if control.identified else priced)
+    kept: list[tuple[float, float, str]] = []
+    for point in points:
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return tuple(spec for *_, spec in kept)
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def family_text(bracket: Bracket, rows: dict[str, DefenseRow]) -> str:
+    """What the search came to for one defense, as a sentence."""
+    holding, leaking, unknown = bracket.holding, bracket.leaking, bracket.unknown
+    if holding:
+        below = f"{leaking} leaks" if leaking else "none weaker was tried"
+        if bracket.least is not None and not leaking:
+            below = "a weaker one would break the promise"
+        verdict = rows[holding[0]].verdict
+        return f"{holding[0]} is the weakest tried that holds ({verdict}); {below}."
+    if unknown:
+        return f"Whether {unknown} leaks cannot be told: {listing(rows[unknown].doubts)}."
+    if leaking:
+        return f"Every strength that was tried leaks, up to {leaking}."
+    return "It was not audited: there was no time."
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What was wanted, as words."""
+
+    max_loss: float
+    risk: float | None
+
+    def __str__(self) -> str:
+        risk = f" and promises a line-up risk of at most {percent(self.risk)}" if self.risk is not None else ""
+        return f"loses at most {self.max_loss:g}% of the accuracy{risk}"
+
+
+def loss_text(setting: TriedSetting) -> str:
+    """`1.2% of the accuracy (95% interval 0.4% to 2.0%)`."""
+    interval = f" (95% interval {setting.low:.1f}% to {setting.high:.1f}%)" if setting.low is not None and setting.high is not None else ""
+    loss = f"{setting.loss:.1f}%" if setting.loss is not None and setting.loss > 0 else "nothing"
+    return f"{loss} of the accuracy{interval}"
+
+
+def recommendation_text(setting: TriedSetting, victims: int, limits: Limits) -> str:
+    """Why this setting is to be taken."""
+    assert setting.fresh is not None
+    promise = f", and proves a line-up risk of at most {percent(setting.promised)}" if limits.risk and setting.promised else ""
+    return (
+        f"{setting.spec} is the cheapest setting tried that survives and {limits}. {held_text(setting, 'the search')} "
+        f"{held_text(setting.fresh, f'{victims} fresh victims')} It loses {loss_text(setting)}{promise}."
+    )
+
+
+def held_text(measured: Measured, where: str) -> str:
+    """On what a setting held, as a sentence."""
+    if measured.basis == "picture":
+        return f"In the audit of {where} no leak was shown, not even by attacks that are built to break it."
+    if measured.basis == "line-up":
+        rate = measured.line_up.rate if measured.line_up else 0.0
+        return (
+            f"In the audit of {where} the attacks rebuild too little to tell, so this rests on the line-up alone: "
+            f"{rate:.0%} of the images came first of {measured.candidates:,}, which guessing explains."
+        )
+    return f"In the audit of {where} neither attacks nor line-up can tell, so this rests on the proof alone."
+
+
+_FAULTS: dict[RejectionCode, str] = {
+    "leaks": "it leaks",
+    "cannot-tell": "whether it leaks cannot be told",
+    "weak-control": "without a defense the attacks get too little",
+    "no-counter": "it is only unrefuted: no attack ran that is built to break it",
+    "few-victims": "too few victims were attacked",
+    "coarse-test": "a leak of a quarter of the images could have stayed unseen",
+    "cost-not-measured": "its cost in accuracy was not measured",
+    "too-costly": "it loses too much accuracy",
+    "uncertain-cost": "it may lose too much accuracy",
+    "near-chance": "with it the model learns next to nothing",
+    "costs-more": "it costs more",
+    "failed-again": "it did not hold on fresh victims",
+}
+
+
+def none_text(settings: Sequence[TriedSetting], limits: Limits) -> str:
+    """The plain sentence where nothing can be recommended, with what stands in the way of the nearest settings."""
+    held = [setting for setting in settings if setting.standing == "holds"]
+    if not held:
+        return f"No setting that was tried survives, so none {limits}."
+    priced = sorted((s for s in held if s.loss is not None), key=lambda s: s.loss or 0.0)
+    near = priced[0] if priced else held[0]
+    faults = listing(_FAULTS[code] for code in near.reasons) or "another is cheaper"
+    price = f" (it loses {loss_text(near)})" if near.loss is not None else ""
+    return f"No setting that was tried survives and {limits}. The nearest is {near.spec}{price}, but {faults}."
+
