@@ -52,6 +52,7 @@ class Evidence:
     chance: float | None = None  # accuracy of a guess; None: the targets are no classes
     private: int = 0  # images
     cost_left_out: float | None = None  # CPU seconds of the trainings for which there was no time
+    unpriced: Collection[str] = ()  # defenses whose cost was not to be measured
 
     @property
     def audited(self) -> list[DefenseRow]:
@@ -161,7 +162,7 @@ def _steps(evidence: Evidence, reasons: Reasons) -> Iterator[NextStep]:
         yield _stronger_attacks(evidence)
     # Where the model learns nothing without a defense either, that is no fault of a defense.
     final = {"leaks", "too-costly"} | (set[str]() if evidence.near_chance(evidence.control) else {"near-chance"})
-    open_rows = [row for row in evidence.audited if not final & set(reasons[row.spec])]
+    open_rows = [r for r in evidence.audited if not final & set(reasons[r.spec]) and r.spec not in evidence.unpriced]
     if open_rows and evidence.strong_control:
         yield from _complete(evidence, open_rows, reasons)
     if not open_rows:

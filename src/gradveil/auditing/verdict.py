@@ -74,7 +74,8 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
     chance = 1 / data.num_classes if data.has_classes else None
     cost = sum(cell.expected_cpu_seconds or 0.0 for cell in cells.values() if cell.status == "not run") or None
-    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private), cost)
+    unpriced = [text for text in case.defenses if case.spec.utility and not plan.of("utility", text)]
+    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private), cost, unpriced)
     return Summary(
         gradveil=__version__,
         suite=suite_name(case),

@@ -80,6 +80,10 @@ class TuneReport:
         return f"<TuneReport: {self.summary.text}>"
 
 
+# Of the terminal's table; the interval of the line-up is on the page.
+_COLUMNS = {"identified": "identified", "line-up": "line_up_rate", "proved": "promised", "loss, %": "loss"}
+
+
 @dataclass(frozen=True)
 class TuneRow:
     """One line of the table, as texts."""
@@ -88,6 +92,7 @@ class TuneRow:
     verdict: str
     identified: str
     line_up: str
+    line_up_rate: str
     promised: str
     loss: str
     setting: TriedSetting | None = None  # None: the control
@@ -100,15 +105,16 @@ def rows(tuned: TuneSummary) -> list[TuneRow]:
         promised = words.NOTHING if s.promised is None else rounded_percent(s.promised)
         loss = words.digits(s.loss, 1)
         if s.low is not None and s.high is not None:
-            loss += f" ({words.digits(s.low, 1)} to {words.digits(s.high, 1)})"
+            loss += f" ±{(s.high - s.low) / 2:.1f}"
         lines.append(TuneRow(s.spec, *_seen(s), promised, loss, s))
         if s.fresh:
             lines.append(TuneRow("… fresh victims", *_seen(s.fresh), "", ""))
     return lines
 
 
-def _seen(measured: Measured) -> tuple[str, str, str]:
-    return measured.verdict, words.rate_text(measured.identified), words.rate_text(measured.line_up)
+def _seen(measured: Measured) -> tuple[str, str, str, str]:
+    rate = words.percent(measured.line_up.rate if measured.line_up else None)
+    return measured.verdict, words.rate_text(measured.identified), words.rate_text(measured.line_up), rate
 
 
 def render(tuned: TuneSummary, searched: Summary) -> str:
@@ -135,12 +141,16 @@ def print_tune(report: TuneReport, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("setting", overflow="fold", min_width=8)
     table.add_column("verdict", min_width=6)
-    for name in ("identified", "line-up", "proved", "loss, %"):
-        table.add_column(name, justify="right", min_width=5)
-    for row in rows(tuned):
+    lines = rows(tuned)
+    columns = {name: [getattr(row, field) for row in lines] for name, field in _COLUMNS.items()}
+    columns = {name: texts for name, texts in columns.items() if any(text not in ("", words.NOTHING) for text in texts)}
+    for name in columns:
+        table.add_column(name, justify="right", min_width=4)
+    for i, row in enumerate(lines):
         style = "bold" if row.setting and row.spec == tuned.recommended else ""
         verdict = Text(row.verdict, VERDICT_STYLES.get(row.verdict, ""))
-        table.add_row(Text(plain(row.spec)), verdict, row.identified, row.line_up, row.promised, row.loss, style=style)
+        texts = [texts[i] for texts in columns.values()]
+        table.add_row(Text(plain(row.spec)), verdict, *texts, style=style)
     console.print(table)
     console.print()
     for family in tuned.families:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from gradveil import defenses as defense_methods
 from gradveil.auditing.strength import NEAR, Scale
+from gradveil.core.results import GradientChange
 
 Standing = Literal["leaks", "holds", "unknown"]
 STEP = 1.0  # to the next strength while only one end is known: a factor of ten
@@ -20,11 +21,19 @@ class Bracket:
     most: int  # strengths that may be tried
     least: float | None = None
     tried: dict[str, tuple[float, Standing]] = field(default_factory=dict)  # by the text of the defense
+    changes: dict[str, GradientChange | None] = field(default_factory=dict)  # of the update, by the same texts
 
-    def record(self, text: str, standing: Standing) -> None:
+    def record(self, text: str, standing: Standing, change: GradientChange | None = None) -> None:
         scale = Scale.of(defense_methods.parse(text))
         assert scale is not None
-        self.tried[text] = scale.level, standing
+        self.tried[text], self.changes[text] = (scale.level, standing), change
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the two strongest settings leak and send the same, so that no stronger one would send anything else."""
+        strongest = sorted(self.tried, key=self.level)[-2:]
+        same = len({self.changes[text] for text in strongest}) == 1 and self.changes[strongest[0]] is not None
+        return len(strongest) == 2 and same and all(self.tried[text][1] == "leaks" for text in strongest)
 
     @property
     def leaking(self) -> str | None:
@@ -48,7 +57,7 @@ class Bracket:
 
     def next(self) -> str | None:
         """The setting to try next; None where the search is over."""
-        if len(self.tried) >= self.most or self.unknown:
+        if len(self.tried) >= self.most or self.unknown or self.at_its_end:
             return None
         level = self._next_level()
         if level is None:

@@ -74,7 +74,8 @@ def family_text(bracket: Bracket, rows: dict[str, DefenseRow]) -> str:
     if unknown:
         return f"Whether {unknown} leaks cannot be told: {listing(rows[unknown].doubts)}."
     if leaking:
-        return f"Every strength that was tried leaks, up to {leaking}."
+        end = ", and a stronger one sends the same" if bracket.at_its_end else ""
+        return f"Every strength that was tried leaks, up to {leaking}{end}."
     return "It was not audited: there was no time."
 
 
@@ -91,10 +92,11 @@ class Limits:
 
 
 def loss_text(setting: TriedSetting) -> str:
-    """`1.2% of the accuracy (95% interval 0.4% to 2.0%)`."""
-    interval = f" (95% interval {setting.low:.1f}% to {setting.high:.1f}%)" if setting.low is not None and setting.high is not None else ""
+    """`1.2% of the accuracy, 95% interval 0.4% to 2.0%`."""
+    between = [setting.low, setting.high]
+    interval = f", 95% interval {' to '.join(f'{end:.1f}%' for end in between if end is not None)}" if None not in between else ""
     loss = f"{setting.loss:.1f}%" if setting.loss is not None and setting.loss > 0 else "nothing"
-    return f"{loss} of the accuracy{interval}"
+    return f"{loss} of the accuracy{interval}".replace("-", "−")
 
 
 def recommendation_text(setting: TriedSetting, victims: int, limits: Limits) -> str:

@@ -6,15 +6,16 @@ The cells of privacy come first: accuracy, the most expensive, is measured only 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
-from gradveil.auditing.advice import Evidence
+from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, fit
@@ -31,12 +32,12 @@ from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.auditing.utility import UtilityTraining, rounds_of_an_image
 from gradveil.certification.certificate import LINE_UP
 from gradveil.core.errors import UserError
-from gradveil.core.text import plural
+from gradveil.core.text import listing, plural
 from gradveil.protection import audited
 from gradveil.storage.files import write_text
 from gradveil.storage.reading import read_yaml
 from gradveil.storage.run_folder import RunFolder
-from gradveil.summary import NO_LEAK, DefenseRow, Recommendation, Rejection, RejectionCode, Summary
+from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
 
@@ -58,7 +59,7 @@ def run_tune(spec: TuneSpec, execution: Execution | None = None, display: Displa
         summary = tune.audit(settings).summary
         for bracket in brackets:
             for row in (row for row in summary.defenses if row.spec in settings and _family(row.spec) == bracket.scale.family):
-                bracket.record(row.spec, tune.standing(summary, row)[0])
+                bracket.record(row.spec, tune.standing(summary, row)[0], row.gradient)
     searched = tune.price(brackets)
     rows = {row.spec: row for row in searched.defenses}
     settings = [tune.setting(bracket, rows[text], searched) for bracket in brackets for text in sorted(bracket.tried, key=bracket.level)]
@@ -107,7 +108,7 @@ class _Tune:
             return None
         limit = proved_limit(self.case, scale.defense, self.candidates, self.releases, self.spec.risk)
         now = proved_limit(self.case, scale.defense, self.candidates, self.releases)
-        text = scale.at(scale.level + _decades(limit.noise / now.noise), at_least=True)
+        text = scale.at(scale.level + math.log10(limit.noise / now.noise), at_least=True)
         least = Scale.of(defense_methods.parse(text))
         assert least is not None
         return least.level
@@ -161,7 +162,7 @@ class _Tune:
             low=utility.low if utility else None,
             high=utility.high if utility else None,
             overhead=row.overhead,
-            reasons=choice.against(self._evidence(self.case, summary), row, standing, basis),
+            reasons=choice.against(self._evidence(self.spec, summary), row, standing, basis),
         )
 
     def _promised(self, text: str) -> float | None:
@@ -170,10 +171,12 @@ class _Tune:
         except UserError:  # it has no proof
             return None
 
-    def _evidence(self, case: Case, summary: Summary) -> Evidence:
-        methods = {row.spec: defense_methods.parse(row.spec) for row in summary.defenses}
-        chance = 1 / case.data.num_classes if case.data.has_classes else None
-        return Evidence(case.spec, summary.defenses, methods, summary.victims_needed, chance, len(case.data.private))
+    def _evidence(self, spec: AuditSpec, summary: Summary) -> Evidence:
+        methods, data = {row.spec: defense_methods.parse(row.spec) for row in summary.defenses}, self.case.data
+        chance = 1 / data.num_classes if data.has_classes else None
+        unpriced = [row.spec for row in summary.defenses if row.utility is None]
+        needed, cost = summary.victims_needed, summary.cost_left_out
+        return Evidence(spec, summary.defenses, methods, needed, chance, len(data.private), cost, unpriced)
 
     def confirm(self, settings: list[TriedSetting]) -> tuple[list[TriedSetting], Summary | None]:
         """The cheapest eligible setting is audited on fresh victims; where it does not hold there, the next one is."""
@@ -187,7 +190,7 @@ class _Tune:
             fresh = run_audit(case, execution, self.display, deadline=self.deadline).summary
             row = next(row for row in fresh.defenses if row.spec == best.spec)
             standing, basis = self.standing(fresh, row)
-            codes = choice.against(self._evidence(case, fresh), row, standing, basis)
+            codes = choice.against(self._evidence(case.spec, fresh), row, standing, basis)
             failed = bool(set(codes) - choice.OF_THE_COST)
             update: dict[str, object] = {"fresh": Measured.of(row, standing, basis)}
             update |= {"reasons": ("failed-again",)} if failed else {}
@@ -227,9 +230,18 @@ class _Tune:
             recommended=best.spec if best else None,
             text=text,
             notes=tuple(self._notes(settings, measured)),
-            next_steps=() if best else searched.recommendation.next_steps,
+            next_steps=tuple(self._steps(settings, searched, best)),
             protection=audited.FILE if best else None,
         )
+
+    def _steps(self, settings: Sequence[TriedSetting], searched: Summary, best: TriedSetting | None) -> Iterable[NextStep]:
+        """As of every audit, with commands that search again."""
+        evidence = self._evidence(self.spec, searched)
+        if failed := [s.spec for s in settings if s.reasons == ("failed-again",)]:
+            why = f"{listing(failed)} did not hold on fresh victims. On more victims a search is less easily deceived."
+            yield NextStep(code="complete-evidence", reason=why, command=evidence.command(victims=2 * self.spec.victims))
+        elif best is None or best.basis == "picture":
+            yield from advise(evidence).next_steps
 
     def _notes(self, settings: Sequence[TriedSetting], control: Measured) -> list[str]:
         """What the reader must know beside the recommendation."""
@@ -288,12 +300,6 @@ def _all_strengths(spec: TuneSpec) -> AuditSpec:
     return spec.audit(defenses=texts)
 
 
-def _decades(factor: float) -> float:
-    import math
-
-    return math.log10(factor)
-
-
 def _outcome(bracket: Bracket, rows: dict[str, DefenseRow]) -> FamilyOutcome:
     return FamilyOutcome(
         family=written(bracket.scale.defense),
@@ -317,5 +323,4 @@ def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
     codes: dict[str, tuple[RejectionCode, ...]] = {r.spec: r.reasons for r in before.rejected}
     codes |= {s.spec: s.reasons for s in tuned.settings if s.reasons}
     rejected = tuple(Rejection(spec=s.spec, reasons=codes.get(s.spec, ("failed-again",))) for s in tuned.settings if s.spec != shown)
-    steps = () if shown else before.next_steps
-    return before.model_copy(update={"defense": shown, "rejected": rejected, "next_steps": steps})
+    return before.model_copy(update={"defense": shown, "rejected": rejected, "next_steps": tuned.next_steps})
