@@ -66,7 +66,8 @@ RejectionCode = Literal[
 ]  # fmt: skip
 StepCode = Literal[
     "audit-defenses", "stronger-attacks", "more-private-images", "failed-attacks", "failed-training", "more-time",
-    "complete-evidence", "tune", "no-setting-left", "differential-privacy", "larger-batches", "secure-aggregation", "several-updates",
+    "complete-evidence", "tune", "no-setting-left", "differential-privacy", "larger-batches", "secure-aggregation",
+    "several-updates",
 ]  # fmt: skip
 
 

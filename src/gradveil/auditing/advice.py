@@ -110,7 +110,7 @@ def advise(evidence: Evidence) -> Recommendation:
         defense=best.spec if best else None,
         max_loss=evidence.spec.max_loss,
         rejected=tuple(Rejection(spec=spec, reasons=codes) for spec, codes in reasons.items() if codes),
-        next_steps=tuple(_after(evidence, best) if best else _steps(evidence, reasons)),
+        next_steps=tuple(after(evidence, best) if best else _steps(evidence, reasons)),
     )
 
 
@@ -146,7 +146,7 @@ def cost_reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ..
 Reasons = Mapping[str, tuple[RejectionCode, ...]]
 
 
-def _after(evidence: Evidence, best: DefenseRow) -> Iterator[NextStep]:
+def after(evidence: Evidence, best: DefenseRow) -> Iterator[NextStep]:
     """What remains to be asked of a recommended defense."""
     if any(notice.code == "single-draw" for notice in best.warnings):
         why = f"{best.spec} is random and was judged on a single draw. Who sees several updates of an image can average."
@@ -162,7 +162,7 @@ def _steps(evidence: Evidence, reasons: Reasons) -> Iterator[NextStep]:
         yield _stronger_attacks(evidence)
     # Where the model learns nothing without a defense either, that is no fault of a defense.
     final = {"leaks", "too-costly"} | (set[str]() if evidence.near_chance(evidence.control) else {"near-chance"})
-    open_rows = [r for r in evidence.audited if not final & set(reasons[r.spec]) and r.spec not in evidence.unpriced]
+    open_rows = [row for row in evidence.audited if not final & set(reasons[row.spec])]
     if open_rows and evidence.strong_control:
         yield from _complete(evidence, open_rows, reasons)
     if not open_rows:
@@ -198,6 +198,7 @@ def _stronger_attacks(evidence: Evidence) -> NextStep:
 
 def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) -> Iterator[NextStep]:
     """What is missing of the evidence for defenses that may hold."""
+    rows = [row for row in rows if row.spec not in evidence.unpriced] or rows
     changes: dict[str, object] = {}
     missing: list[str] = []
     codes = {code for row in rows for code in reasons[row.spec]}
@@ -233,9 +234,12 @@ def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) 
         why = f"Under {listing(failed)} attacks failed or did not run; the table of results says why."
         yield _step(evidence, "failed-attacks", why)
     if evidence.spec.utility is not None and evidence.cost_left_out is None and "cost-not-measured" in codes:
-        unpriced = listing(row.spec for row in rows if "cost-not-measured" in reasons[row.spec])
-        why = f"The training that measures what {unpriced} costs failed; its file in the run's folder `cells` says why."
-        yield _step(evidence, "failed-training", why)
+        failed_for = [
+            row.spec for row in rows if "cost-not-measured" in reasons[row.spec] and row.spec not in evidence.unpriced
+        ]
+        if failed_for:
+            why = f"The training that measures what {listing(failed_for)} costs failed; "
+            yield _step(evidence, "failed-training", f"{why}its file in the run's folder `cells` says why.")
     if late := [row.spec for row in rows if any(attack.status == "not run" for attack in row.attacks)]:
         why = f"Under {listing(late)} there was no time for all attacks. Without --minutes the command runs what is missing."
         yield NextStep(code="more-time", reason=why, command=evidence.spec.command())

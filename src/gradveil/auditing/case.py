@@ -197,9 +197,7 @@ class Case:
         return short_hash([self.terms, hashes, __version__, PROTOCOL])
 
 
-def draw_victims(
-    labels: Tensor, victims: int, size: int, random: torch.Generator, skipped: int = 0
-) -> tuple[Tensor, Tensor]:
+def draw_victims(labels: Tensor, victims: int, size: int, random: torch.Generator, skipped: int = 0) -> tuple[Tensor, Tensor]:
     """Victims × batch places in the private part, none twice, and the places of the strangers.
 
     One random order serves both. Victims: every class once, then again. Strangers: of each class that has victims, the

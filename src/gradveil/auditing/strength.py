@@ -80,6 +80,11 @@ class Scale:
         return 0.0 if self.strength.share else None
 
     @property
+    def name(self) -> str:
+        """`clip+gaussian`, without settings."""
+        return "+".join(part.name for part in self.defense.parts)
+
+    @property
     def family(self) -> str:
         """The same text for all strengths of one defense."""
         return self.at(0.5)

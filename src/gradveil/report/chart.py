@@ -15,6 +15,7 @@ from gradveil.summary import DefenseRow, Summary
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
 DIRECT_LABELS = 6  # up to so many defenses are named at their points; beyond, they are numbered
+MOST_GAINED = 20.0  # percent of accuracy, to the left of which an interval is cut
 SPARK = (150, 56)
 SPARK_POINTS = 60
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -126,11 +127,11 @@ def privacy_utility(summary: Summary) -> CostChart | None:
 
 
 def _loss_span(defense: DefenseRow) -> tuple[float, float] | None:
-    """The interval of the measured loss."""
+    """The interval of the measured loss; an interval of few seeds is cut, so that it leaves the others visible."""
     measured = defense.utility
     if defense.control or measured is None or measured.low is None or measured.high is None:
         return None
-    return measured.low, measured.high
+    return max(measured.low, -MOST_GAINED), min(measured.high, 100.0)
 
 
 def _turn(defense: DefenseRow) -> float | None:

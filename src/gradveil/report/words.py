@@ -292,7 +292,7 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
         ),
         "near-chance": f"with it the model learns next to nothing (accuracy {percent(row.accuracy, 1)})",
         "costs-more": f"it loses more accuracy ({loss}%)",
-        "failed-again": "it did not hold when it was audited again, on fresh victims",
+        "failed-again": "it, or a stronger setting of it, did not hold on fresh victims",
     }[code]
 
 

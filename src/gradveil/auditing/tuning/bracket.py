@@ -22,11 +22,22 @@ class Bracket:
     least: float | None = None
     tried: dict[str, tuple[float, Standing]] = field(default_factory=dict)  # by the text of the defense
     changes: dict[str, GradientChange | None] = field(default_factory=dict)  # of the update, by the same texts
+    failed: list[str] = field(default_factory=list)  # on fresh victims
 
     def record(self, text: str, standing: Standing, change: GradientChange | None = None) -> None:
         scale = Scale.of(defense_methods.parse(text))
         assert scale is not None
         self.tried[text], self.changes[text] = (scale.level, standing), change
+
+    def fail(self, text: str) -> None:
+        """It held, and did not on fresh victims: then it counts as leaking, and one more strength may be tried."""
+        self.failed.append(text)
+        self.tried[text] = self.level(text), "leaks"
+        self.most += 1
+
+    def is_below_failed(self, text: str) -> bool:
+        """Whether it or a stronger setting failed on fresh victims."""
+        return any(self.level(text) <= self.level(failed) for failed in self.failed)
 
     @property
     def at_its_end(self) -> bool:

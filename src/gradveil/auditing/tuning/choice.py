@@ -1,8 +1,8 @@
-"""Which setting to take: rules on the rows of two audits, the search and that of fresh victims. All words of a tune are here."""
+"""Which setting to take: rules on the rows of two audits, the search and that of fresh victims. All its words are here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradveil.auditing.advice import LEAST_IMAGES, Evidence, cost_reasons, reasons_against
@@ -10,8 +10,7 @@ from gradveil.auditing.tuning.bracket import Bracket, Standing
 from gradveil.auditing.tuning.results import Basis, Measured, TriedSetting
 from gradveil.certification.certificate import percent
 from gradveil.core.text import listing
-from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, RejectionCode
-
+from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCode
 
 OF_THE_COST: frozenset[RejectionCode] = frozenset(("cost-not-measured", "too-costly", "uncertain-cost", "near-chance"))
 
@@ -45,7 +44,7 @@ def against(evidence: Evidence, row: DefenseRow, standing: Standing, basis: Basi
 
 def to_price(brackets: Iterable[Bracket]) -> list[str]:
     """The settings whose cost is measured: of each defense the weakest that holds, and the next stronger one tried."""
-    return [text for bracket in brackets for text in bracket.holding[:2]]
+    return [text for bracket in brackets for text in (*bracket.failed, *bracket.holding[:2])]
 
 
 def frontier(control: Measured, settings: Sequence[TriedSetting]) -> tuple[str, ...]:
@@ -62,20 +61,33 @@ def frontier(control: Measured, settings: Sequence[TriedSetting]) -> tuple[str, 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def family_text(bracket: Bracket, rows: dict[str, DefenseRow]) -> str:
+_DOUBTS: dict[Doubt, str] = {
+    "no-attack-ran": "no attack ran",
+    "few-strangers": "too few private images are left to compare with",
+    "control-does-not-leak": "the attacks show no leak without a defense either",
+    "control-leaks-little": "without a defense the attacks get too little",
+    "few-victims": "with so few victims a leak could have stayed unseen",
+    "attacks-failed": "an attack failed or did not run",
+}
+
+
+def family_text(bracket: Bracket, settings: Mapping[str, TriedSetting]) -> str:
     """What the search came to for one defense, as a sentence."""
     holding, leaking, unknown = bracket.holding, bracket.leaking, bracket.unknown
     if holding:
         below = f"{leaking} leaks" if leaking else "none weaker was tried"
+        if leaking and settings[leaking].standing == "holds":
+            below = f"{leaking} did not hold on fresh victims"
         if bracket.least is not None and not leaking:
             below = "a weaker one would break the promise"
-        verdict = rows[holding[0]].verdict
-        return f"{holding[0]} is the weakest tried that holds ({verdict}); {below}."
+        weakest = settings[holding[0]]
+        by = "" if weakest.basis == "picture" else f", by the {weakest.basis}"
+        return f"{weakest.spec} is the weakest tried that holds ({weakest.verdict}{by}); {below}."
     if unknown:
-        return f"Whether {unknown} leaks cannot be told: {listing(rows[unknown].doubts)}."
+        return f"Whether {unknown} leaks cannot be told: {listing(_DOUBTS[doubt] for doubt in settings[unknown].doubts)}."
     if leaking:
         end = ", and a stronger one sends the same" if bracket.at_its_end else ""
-        return f"Every strength that was tried leaks, up to {leaking}{end}."
+        return f"No strength that was tried holds, up to {leaking}{end}."
     return "It was not audited: there was no time."
 
 
@@ -94,7 +106,9 @@ class Limits:
 def loss_text(setting: TriedSetting) -> str:
     """`1.2% of the accuracy, 95% interval 0.4% to 2.0%`."""
     between = [setting.low, setting.high]
-    interval = f", 95% interval {' to '.join(f'{end:.1f}%' for end in between if end is not None)}" if None not in between else ""
+    interval = (
+        f", 95% interval {' to '.join(f'{end:.1f}%' for end in between if end is not None)}" if None not in between else ""
+    )
     loss = f"{setting.loss:.1f}%" if setting.loss is not None and setting.loss > 0 else "nothing"
     return f"{loss} of the accuracy{interval}".replace("-", "−")
 
@@ -134,18 +148,17 @@ _FAULTS: dict[RejectionCode, str] = {
     "uncertain-cost": "it may lose too much accuracy",
     "near-chance": "with it the model learns next to nothing",
     "costs-more": "it costs more",
-    "failed-again": "it did not hold on fresh victims",
+    "failed-again": "it or a stronger setting did not hold on fresh victims",
 }
 
 
 def none_text(settings: Sequence[TriedSetting], limits: Limits) -> str:
-    """The plain sentence where nothing can be recommended, with what stands in the way of the nearest settings."""
+    """The plain sentence where nothing can be recommended, with what stands in the way of the nearest setting."""
     held = [setting for setting in settings if setting.standing == "holds"]
     if not held:
-        return f"No setting that was tried survives, so none {limits}."
-    priced = sorted((s for s in held if s.loss is not None), key=lambda s: s.loss or 0.0)
-    near = priced[0] if priced else held[0]
-    faults = listing(_FAULTS[code] for code in near.reasons) or "another is cheaper"
+        told = any(setting.standing == "leaks" for setting in settings)
+        return "Every setting that was tried leaks." if told else "Of no setting can it be told whether it leaks."
+    near = min(held, key=lambda s: ("failed-again" in s.reasons, s.loss is None, s.loss or 0.0))
     price = f" (it loses {loss_text(near)})" if near.loss is not None else ""
+    faults = listing(_FAULTS[code] for code in near.reasons) or "there was no time to audit it on fresh victims"
     return f"No setting that was tried survives and {limits}. The nearest is {near.spec}{price}, but {faults}."
-

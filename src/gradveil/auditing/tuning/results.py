@@ -51,7 +51,7 @@ class TriedSetting(Measured):
     """One setting that was audited in the search."""
 
     spec: StorableText
-    family: StorableText  # as it was asked for
+    family: StorableText  # its name, without settings
     level: float  # its strength, as a power of ten
     promised: float | None  # limit that it proves on a line-up, over the rounds of the training; None: it proves none
     accuracy: float | None  # None, as the next ones: not measured
@@ -97,7 +97,9 @@ class TuneSummary(Record):
     @model_validator(mode="after")
     def _consistent(self) -> TuneSummary:
         best = self.best
-        if self.recommended is not None and (best is None or best.reasons or best.fresh is None or best.fresh.standing != "holds"):
+        if self.recommended is not None and (
+            best is None or best.reasons or best.fresh is None or best.fresh.standing != "holds"
+        ):
             raise ValueError("what is recommended held twice, and nothing speaks against it")
         return self
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
-from gradveil.auditing.advice import Evidence, advise
+from gradveil.auditing.advice import Evidence, advise, after
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.line_up import proved_limit
 from gradveil.auditing.progress import Display
-from gradveil.auditing.run import FinishedRun, default_folder, run_audit, workers_of
-from gradveil.auditing.spec import AuditSpec, written
+from gradveil.auditing.run import default_folder, run_audit, workers_of
+from gradveil.auditing.spec import AuditSpec
 from gradveil.auditing.strength import Scale
 from gradveil.auditing.tuning import choice
-from gradveil.auditing.tuning.bracket import Bracket
-from gradveil.auditing.tuning.results import FILE, FRESH, FamilyOutcome, Measured, TriedSetting, TuneSummary
+from gradveil.auditing.tuning.bracket import Bracket, Standing
+from gradveil.auditing.tuning.results import FILE, FRESH, Basis, FamilyOutcome, Measured, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.auditing.utility import UtilityTraining, rounds_of_an_image
 from gradveil.certification.certificate import LINE_UP
@@ -40,6 +40,7 @@ from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
+MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 
 
 class FinishedTune(NamedTuple):
@@ -54,18 +55,12 @@ class FinishedTune(NamedTuple):
 def run_tune(spec: TuneSpec, execution: Execution | None = None, display: Display | None = None) -> FinishedTune:
     """Find the cheapest setting that survives. What is stored already is used again."""
     tune = _Tune(spec, execution or Execution(), display or Display())
-    brackets, left_out = tune.brackets()
-    while settings := [text for bracket in brackets if (text := tune.next_of(bracket))]:
-        summary = tune.audit(settings).summary
-        for bracket in brackets:
-            for row in (row for row in summary.defenses if row.spec in settings and _family(row.spec) == bracket.scale.family):
-                bracket.record(row.spec, tune.standing(summary, row)[0], row.gradient)
-    searched = tune.price(brackets)
-    rows = {row.spec: row for row in searched.defenses}
-    settings = [tune.setting(bracket, rows[text], searched) for bracket in brackets for text in sorted(bracket.tried, key=bracket.level)]
-    settings, fresh = tune.confirm(settings)
-    tuned = tune.summary(brackets, left_out, settings, searched, fresh)
-    return tune.written(tuned, searched, fresh)
+    while True:
+        tune.search()
+        tune.price()
+        if not tune.confirm():
+            break
+    return tune.written(tune.summary())
 
 
 def _family(text: str) -> str:
@@ -83,7 +78,12 @@ class _Tune:
         self.case = Case(spec.audit())
         self.execution = replace(execution, minutes=None, out=execution.out or default_folder(self.case))
         self.spec, self.display = self._fitted(spec, display), display
-        self.fresh_case = Case(self.spec.fresh())  # refuses at once what has no fresh victims
+        Case(self.spec.fresh())  # refuses at once what has no fresh victims
+        self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
+        self.brackets = self._brackets()
+        self.searched: Summary  # of all settings that were tried
+        self.fresh: Summary | None = None  # of those that were audited again
+        self.again: dict[str, Measured] = {}  # what that audit says of each
 
     @property
     def folder(self) -> Path:
@@ -92,15 +92,25 @@ class _Tune:
 
     # -- the search ----------------------------------------------------------------------------------------------------
 
-    def brackets(self) -> tuple[list[Bracket], list[FamilyOutcome]]:
-        """One per defense. With a risk, only defenses that can promise it; for the others the reason stands in words."""
-        brackets, left_out = [], []
-        for text, scale in zip(map(written, self.spec.defenses), self.spec.scales, strict=True):
+    def _brackets(self) -> list[Bracket]:
+        brackets = []
+        for scale in self.spec.scales:
             try:
                 brackets.append(Bracket(scale, self.spec.strengths, self._least(scale)))
             except UserError as error:
-                left_out.append(FamilyOutcome(family=text, weakest=None, leaking=None, text=f"It was left out: {error}"))
-        return brackets, left_out
+                text = f"It was left out: {error}"
+                self.left_out.append(FamilyOutcome(family=scale.name, weakest=None, leaking=None, text=text))
+        return brackets
+
+    def search(self) -> None:
+        """Audit one strength of each defense at a time, until each is bracketed."""
+        while texts := [text for bracket in self.brackets if not self._late(SEARCH_SHARE) and (text := bracket.next())]:
+            case = Case(self.spec.audit(defenses=texts))
+            summary = run_audit(case, self.execution, self.display, deadline=self.deadline).summary
+            for row in summary.defenses:
+                for bracket in self.brackets:
+                    if row.spec in texts and _family(row.spec) == bracket.scale.family:
+                        bracket.record(row.spec, self._standing(summary, row)[0], row.gradient)
 
     def _least(self, scale: Scale) -> float | None:
         """The level at which the defense promises the risk; None where none is wanted."""
@@ -123,38 +133,38 @@ class _Tune:
         training, case = self.spec.utility or UtilityTraining(), self.case
         return rounds_of_an_image(training.plan(case.training, self.spec.batch_size, len(case.data.private), self.spec.seed))
 
-    def next_of(self, bracket: Bracket) -> str | None:
-        return None if self._late(SEARCH_SHARE) else bracket.next()
-
     def _late(self, share: float) -> bool:
         """Whether this share of the time is over."""
         return self.minutes is not None and time.monotonic() > (self.deadline or 0.0) - (1 - share) * 60 * self.minutes
 
-    def audit(self, defenses: Sequence[str], **changes: object) -> FinishedRun:
-        case = Case(self.spec.audit(defenses=defenses, **changes))
-        return run_audit(case, self.execution, self.display, deadline=self.deadline)
-
-    def price(self, brackets: Sequence[Bracket]) -> Summary:
+    def price(self) -> None:
         """All that was tried, with the cost of the weakest settings that hold."""
-        tried = [text for bracket in brackets for text in bracket.tried]
-        priced = choice.to_price(brackets) if self.spec.utility else []
+        tried = [text for bracket in self.brackets for text in bracket.tried]
+        priced = choice.to_price(self.brackets) if self.spec.utility else []
         case = Case(self.spec.audit(defenses=tried or ["none"], utility=self.spec.utility if priced else None))
         unpriced = {text for text in tried if text not in priced}
-        return run_audit(case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced).summary
+        self.searched = run_audit(case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced).summary
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
-    def standing(self, summary: Summary, row: DefenseRow) -> tuple[choice.Standing, choice.Basis]:
+    def _standing(self, summary: Summary, row: DefenseRow) -> tuple[Standing, Basis]:
         assert summary.control is not None
         return choice.standing_of(row, summary.control, self.spec.risk)
 
-    def setting(self, bracket: Bracket, row: DefenseRow, summary: Summary) -> TriedSetting:
-        standing, basis = self.standing(summary, row)
-        utility = row.utility
+    def _settings(self) -> list[TriedSetting]:
+        """All that was tried: family by family, the weakest first."""
+        rows = {row.spec: row for row in self.searched.defenses}
+        ordered = [(bracket, text) for bracket in self.brackets for text in sorted(bracket.tried, key=bracket.level)]
+        return [self._setting(bracket, rows[text]) for bracket, text in ordered]
+
+    def _setting(self, bracket: Bracket, row: DefenseRow) -> TriedSetting:
+        standing, basis = self._standing(self.searched, row)
+        utility, fresh = row.utility, self.again.get(row.spec)
+        reasons = choice.against(self._evidence(self.spec, self.searched), row, standing, basis)
         return TriedSetting(
             **dict(Measured.of(row, standing, basis)),
             spec=row.spec,
-            family=written(bracket.scale.defense),
+            family=bracket.scale.name,
             level=bracket.level(row.spec),
             promised=self._promised(row.spec),
             accuracy=row.accuracy,
@@ -162,7 +172,8 @@ class _Tune:
             low=utility.low if utility else None,
             high=utility.high if utility else None,
             overhead=row.overhead,
-            reasons=choice.against(self._evidence(self.spec, summary), row, standing, basis),
+            reasons=("failed-again",) if standing == "holds" and bracket.is_below_failed(row.spec) else reasons,
+            fresh=fresh,
         )
 
     def _promised(self, text: str) -> float | None:
@@ -178,43 +189,34 @@ class _Tune:
         needed, cost = summary.victims_needed, summary.cost_left_out
         return Evidence(spec, summary.defenses, methods, needed, chance, len(data.private), cost, unpriced)
 
-    def confirm(self, settings: list[TriedSetting]) -> tuple[list[TriedSetting], Summary | None]:
-        """The cheapest eligible setting is audited on fresh victims; where it does not hold there, the next one is."""
-        fresh, checked = None, list[str]()
-        for best in sorted((s for s in settings if not s.reasons), key=lambda s: (s.loss or 0.0, s.overhead or 0.0)):
-            if self._late(1.0):
-                break
-            checked.append(best.spec)
-            case = Case(self.spec.fresh(defenses=checked))
-            execution = replace(self.execution, out=self.folder / FRESH)
-            fresh = run_audit(case, execution, self.display, deadline=self.deadline).summary
-            row = next(row for row in fresh.defenses if row.spec == best.spec)
-            standing, basis = self.standing(fresh, row)
-            codes = choice.against(self._evidence(case.spec, fresh), row, standing, basis)
-            failed = bool(set(codes) - choice.OF_THE_COST)
-            update: dict[str, object] = {"fresh": Measured.of(row, standing, basis)}
-            update |= {"reasons": ("failed-again",)} if failed else {}
-            settings = [s.model_copy(update=update) if s is best else s for s in settings]
-            if not failed:
-                break
-        return settings, fresh
+    def confirm(self) -> bool:
+        """Audit the cheapest eligible setting on fresh victims. Whether it did not hold there, so that the search goes on."""
+        eligible = sorted((s for s in self._settings() if not s.reasons), key=lambda s: (s.loss or 0.0, s.overhead or 0.0))
+        if not eligible or eligible[0].spec in self.again or len(self.again) >= MOST_FRESH or self._late(1.0):
+            return False
+        best = eligible[0].spec
+        case = Case(self.spec.fresh(defenses=[*self.again, best]))
+        execution = replace(self.execution, out=self.folder / FRESH)
+        self.fresh = run_audit(case, execution, self.display).summary  # what has begun is done, whatever the time
+        row = next(row for row in self.fresh.defenses if row.spec == best)
+        standing, basis = self._standing(self.fresh, row)
+        self.again[best] = Measured.of(row, standing, basis)
+        codes = choice.against(self._evidence(case.spec, self.fresh), row, standing, basis)
+        if not set(codes) - choice.OF_THE_COST:
+            return False
+        bracket = next(bracket for bracket in self.brackets if best in bracket.tried)
+        bracket.fail(best)
+        return True
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def summary(
-        self,
-        brackets: Sequence[Bracket],
-        left_out: Sequence[FamilyOutcome],
-        settings: list[TriedSetting],
-        searched: Summary,
-        fresh: Summary | None,
-    ) -> TuneSummary:
-        rows, control = {row.spec: row for row in searched.defenses}, searched.control
+    def summary(self) -> TuneSummary:
+        settings, searched, control = self._settings(), self.searched, self.searched.control
         assert control is not None
         limits = choice.Limits(self.spec.max_loss, self.spec.risk)
         best = next((s for s in settings if s.fresh and not s.reasons), None)
         settings = [_beaten(s, best) for s in settings]
-        measured = Measured.of(control, *self.standing(searched, control))
+        measured, by_spec = Measured.of(control, *self._standing(searched, control)), {s.spec: s for s in settings}
         text = choice.recommendation_text(best, self.spec.victims, limits) if best else choice.none_text(settings, limits)
         return TuneSummary(
             gradveil=searched.gradveil,
@@ -225,46 +227,49 @@ class _Tune:
             releases=self.releases if any(s.promised is not None for s in settings) else None,
             control=measured,
             settings=tuple(settings),
-            families=(*(_outcome(bracket, rows) for bracket in brackets), *left_out),
+            families=(*(_outcome(bracket, by_spec) for bracket in self.brackets), *self.left_out),
             frontier=choice.frontier(measured, settings),
             recommended=best.spec if best else None,
             text=text,
             notes=tuple(self._notes(settings, measured)),
-            next_steps=tuple(self._steps(settings, searched, best)),
+            next_steps=tuple(self._steps(settings, best)),
             protection=audited.FILE if best else None,
         )
 
-    def _steps(self, settings: Sequence[TriedSetting], searched: Summary, best: TriedSetting | None) -> Iterable[NextStep]:
+    def _steps(self, settings: Sequence[TriedSetting], best: TriedSetting | None) -> Iterable[NextStep]:
         """As of every audit, with commands that search again."""
-        evidence = self._evidence(self.spec, searched)
-        if failed := [s.spec for s in settings if s.reasons == ("failed-again",)]:
+        evidence = self._evidence(self.spec, self.searched)
+        failed = [s.spec for s in settings if "failed-again" in s.reasons]
+        if failed and best is None:
             why = f"{listing(failed)} did not hold on fresh victims. On more victims a search is less easily deceived."
             yield NextStep(code="complete-evidence", reason=why, command=evidence.command(victims=2 * self.spec.victims))
-        elif best is None or best.basis == "picture":
+        elif best is None:
             yield from advise(evidence).next_steps
+        else:
+            yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
 
     def _notes(self, settings: Sequence[TriedSetting], control: Measured) -> list[str]:
         """What the reader must know beside the recommendation."""
         notes = []
         if any(s.basis in ("line-up", "certificate") for s in settings):
             notes.append(
-                "Where the verdict is `cannot tell`, the picture decides nothing: that setting rests on the line-up, and on the "
-                "certificate where a risk is promised."
+                "Where the verdict is `cannot tell`, the picture decides nothing: that setting rests on the line-up, and on "
+                "the certificate where a risk is promised."
             )
         if any(s.promised is not None for s in settings):
             notes.append(
-                f"Proved limits are for {plural(self.releases, 'release')} of one image: as often as it takes part in the training "
-                "that measures the cost. They do not count this search, which looked at private data to choose."
+                f"Proved limits are for {plural(self.releases, 'release')} of one image: as often as it takes part in the "
+                "training that measures the cost. They do not count this search, which looked at private data to choose."
             )
         if control.standing == "unknown":
             notes.append("Without a defense neither attacks nor line-up show a leak, so nothing can be told of a defense.")
         return notes
 
-    def written(self, tuned: TuneSummary, searched: Summary, fresh: Summary | None) -> FinishedTune:
+    def written(self, tuned: TuneSummary) -> FinishedTune:
         """Write `tune.json`, the recommended protection, and into the search's own summary what the fresh victims showed."""
+        searched, fresh = self.searched, self.fresh
         settled = searched.model_copy(update={"recommendation": _settled(searched.recommendation, tuned)})
-        folder, row = RunFolder(self.folder), None
-        folder.finish(Summary.model_validate(settled.model_dump()), 0.0)
+        RunFolder(self.folder).finish(Summary.model_validate(settled.model_dump()), 0.0)
         file = self.folder / audited.FILE
         if tuned.recommended and fresh:
             row = next(row for row in fresh.defenses if row.spec == tuned.recommended)
@@ -288,7 +293,9 @@ class _Tune:
         else:
             case = Case(_all_strengths(spec))
             minutes = SEARCH_SHARE * self.minutes
-            fitted = fit(case, minutes, max(1, workers_of(case, self.execution)), self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes)
+            fitted = fit(
+                case, minutes, max(1, workers_of(case, self.execution)), self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes
+            )
             display.note(fitted.note)
             chosen = {name: getattr(fitted.case.spec, name) for name in CHOSEN}
         return spec.model_copy(update={name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
@@ -300,12 +307,12 @@ def _all_strengths(spec: TuneSpec) -> AuditSpec:
     return spec.audit(defenses=texts)
 
 
-def _outcome(bracket: Bracket, rows: dict[str, DefenseRow]) -> FamilyOutcome:
+def _outcome(bracket: Bracket, settings: dict[str, TriedSetting]) -> FamilyOutcome:
     return FamilyOutcome(
-        family=written(bracket.scale.defense),
+        family=bracket.scale.name,
         weakest=bracket.holding[0] if bracket.holding else None,
         leaking=bracket.leaking,
-        text=choice.family_text(bracket, rows),
+        text=choice.family_text(bracket, settings),
     )
 
 
@@ -322,5 +329,7 @@ def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
     shown = best.spec if best and best.verdict == NO_LEAK else None
     codes: dict[str, tuple[RejectionCode, ...]] = {r.spec: r.reasons for r in before.rejected}
     codes |= {s.spec: s.reasons for s in tuned.settings if s.reasons}
-    rejected = tuple(Rejection(spec=s.spec, reasons=codes.get(s.spec, ("failed-again",))) for s in tuned.settings if s.spec != shown)
+    rejected = tuple(
+        Rejection(spec=s.spec, reasons=codes.get(s.spec, ("failed-again",))) for s in tuned.settings if s.spec != shown
+    )
     return before.model_copy(update={"defense": shown, "rejected": rejected, "next_steps": tuned.next_steps})

@@ -35,7 +35,9 @@ class TuneSpec(AuditSpec):
     risk: Annotated[float | None, OUTSIDE_CASE] = Field(
         None, gt=0, lt=1, description="Promise at most this success of a line-up, over the rounds of the training."
     )
-    strengths: Annotated[int, OUTSIDE_CASE] = Field(5, ge=2, le=20, description="Strengths of a defense that are audited at most.")
+    strengths: Annotated[int, OUTSIDE_CASE] = Field(
+        5, ge=2, le=20, description="Strengths of a defense that are audited at most."
+    )
 
     @field_validator("defenses", mode="before")
     @classmethod
@@ -47,8 +49,8 @@ class TuneSpec(AuditSpec):
         for text, scale in scales.items():
             if scale is None:
                 raise UserError(
-                    f"'{text}' has no strength to search: one part must be gaussian, laplace, graddefense, dpsgd (by its noise) "
-                    "or prune, with a value above zero."
+                    f"'{text}' has no strength to search: one part must be gaussian, laplace, graddefense, dpsgd (by its "
+                    "noise) or prune, with a value above zero."
                 )
         texts = [scale.family for scale in scales.values() if scale]
         if len(set(texts)) < len(texts):
