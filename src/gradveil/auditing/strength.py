@@ -37,8 +37,10 @@ class Strength:
 
     def at(self, defense: Any, level: float, *, at_least: bool = False) -> str:
         """The text of the defense at another level; the setting stands in it even where it is the default."""
-        rest = 10 ** (-level if self.share else level)
-        rest = float(rounded_up(rest, 3).replace(",", "")) if at_least else float(f"{rest:.2g}")
+        rest = float(f"{10 ** (-level if self.share else level):.2g}")
+        if at_least:
+            factor = float(rounded_up(10**level, 3).replace(",", ""))
+            rest = 1 / factor if self.share else factor
         value = round(1 - rest, 9) if self.share else rest
         name = self.name(defense)
         text: str = replace(defense, **{name: value}).spec

@@ -1,0 +1,189 @@
+"""A whole tune on a tiny network: the setting that is found, confirmed on fresh victims, written, and told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import gradveil as gv
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.progress import Display
+from gradveil.auditing.run import Stopped
+from gradveil.auditing.spec import make_spec
+from gradveil.auditing.tuning import choice
+from gradveil.auditing.tuning.results import TuneSummary
+from gradveil.auditing.tuning.run import _Tune, run_tune
+from gradveil.auditing.tuning.spec import TuneSpec
+from gradveil.certification.line_up import LineUpRisk
+from gradveil.core.errors import UserError
+from gradveil.core.results import Rate
+from gradveil.report.tune_report import print_tune
+from gradveil.summary import DefenseRow
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "tune.schema.json"
+TRAINING = {"seeds": 2, "rounds": 10, "lr_grid": "1", "clients": 6, "images": 10, "lr": 0.2, "defended": 1}
+ATTACKS = ["linear", "noise-likelihood:steps=1"]
+
+
+def two_classes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Coarse images of two classes: the left half of the second is brighter."""
+    random, y = torch.Generator().manual_seed(0), torch.arange(300) % 2
+    waves = torch.rand(300, 1, 3, 3, generator=random).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    bright = y[:, None, None, None] * torch.tensor([1.0, 0.0]).repeat_interleave(3)
+    return 0.6 * waves + 0.4 * bright, y
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def spec(**settings: object) -> TuneSpec:
+    values = {"data": two_classes(), "model": network(), "defenses": ["gaussian:relative=20.0"], "attacks": ATTACKS}
+    tune = make_spec({**values, "utility": TRAINING, "strengths": 3, "max_loss": 60.0, **settings}, TuneSpec)
+    assert isinstance(tune, TuneSpec)
+    return tune
+
+
+class Stopping(Display):
+    """Ctrl-C after a number of cells."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def end(self, cell: object, stored: object) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> gv.TuneReport:
+    """Stopped in the middle of its second audit, then done by the same call."""
+    out = tmp_path_factory.mktemp("tune") / "run"
+    with pytest.raises(Stopped, match="goes on from there"):
+        run_tune(spec(), Execution(out=out), Stopping(9))
+    before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
+    wanted = {name: getattr(spec(), name) for name in ("strengths", "max_loss", "utility")}
+    report = gv.tune(two_classes(), network(), "gaussian:relative=20.0", ATTACKS, out=out, quiet=True, **wanted)
+    assert len(before) == 9 and all(file.stat().st_mtime_ns == time for file, time in before.items()), "no cell is done twice"
+    return report
+
+
+def test_the_cheapest_setting_that_survives_is_found_between_one_that_leaks_and_a_stronger_one(tuned: gv.TuneReport) -> None:
+    summary = tuned.summary
+    standings = {setting.spec: setting.standing for setting in summary.settings}
+    assert standings == {"gaussian:relative=2.0": "leaks", "gaussian:relative=6.3": "holds", "gaussian:relative=20.0": "holds"}
+    assert summary.control.verdict == "leaks" and summary.frontier[0] == "none" and summary.recommended in summary.frontier
+    (family,) = summary.families
+    assert (family.weakest, family.leaking) == ("gaussian:relative=6.3", "gaussian:relative=2.0")
+    best = summary.best
+    assert best is not None and best.loss == min(s.loss for s in summary.settings if s.loss is not None)
+    assert best.low is not None and best.high is not None and best.low <= (best.loss or 0.0) <= best.high
+    leaking = summary.settings[0]
+    assert leaking.loss is None and leaking.reasons == ("leaks",), "the accuracy of what leaks is not measured"
+
+
+def test_the_winner_held_on_victims_that_nobody_had_seen(tuned: gv.TuneReport) -> None:
+    best = tuned.summary.best
+    assert best is not None and best.fresh is not None and best.fresh.verdict == "no leak shown"
+    first, fresh = Case(spec().audit()), Case(spec().fresh())
+    assert first.id != fresh.id and first.model_hash == fresh.model_hash
+    seen = set(first.victims.flatten().tolist())
+    assert not seen & set(fresh.victims.flatten().tolist()) and not seen & set(fresh.strangers.tolist())
+    again = gv.Report.load(tuned.folder / "fresh")
+    assert "16 victims beyond the first 16" in again.summary.scope
+    assert best.fresh.p == next(row.test.p for row in again.summary.defenses if row.spec == best.spec and row.test)
+    with pytest.raises(UserError, match="and as many of the 80 before them"):
+        Case(spec(victims=80).fresh())
+
+
+def test_all_files_say_the_same(tuned: gv.TuneReport) -> None:
+    folder, summary = tuned.folder, tuned.summary
+    assert TuneSummary.read(folder) == summary == gv.TuneReport.load(folder).summary
+    assert tuned.searched.summary.recommendation.defense == summary.recommended == gv.Report.load(folder).export().defense
+    assert tuned.protection.defense == summary.recommended and tuned.protection.verdict == "no leak shown"
+    x, y = two_classes()
+    gv.protect(network(), folder / "protection.json", data=(x, y)).backward(x[:1], y[:1])
+    frame = tuned.to_frame()
+    assert list(frame["spec"]) == [s.spec for s in summary.settings] and "identified_high" in frame
+    assert summary.recommended in tuned._repr_html_() and tuned.plot().axes
+
+
+def test_the_page_stands_alone_and_shows_the_frontier_with_intervals(tuned: gv.TuneReport) -> None:
+    page = (tuned.folder / "tune.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page and not re.search(r"<(script|img|link|iframe)\b", page)
+    assert set(re.findall(r'href="(?!#|https://github.com/)([^"]+)"', page)) == {"report.html", "fresh/report.html"}
+    assert all((tuned.folder / name).is_file() for name in ("report.html", "fresh/report.html"))
+    points = re.findall(r'<polyline class="frontier" points="([^"]+)"', page)
+    assert len(points) == 1 and len(points[0].split()) == len(tuned.summary.frontier)
+    assert page.count('class="whisker"') == 3 and tuned.summary.text.split(".")[0] in page
+
+
+def test_the_terminal_shows_all_of_it_in_80_columns(tuned: gv.TuneReport) -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_tune(tuned, console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80 and "… fresh victims" in text and "Recommended: gaussian" in text
+    assert all(setting.spec in text for setting in tuned.summary.settings), "no name is broken"
+
+
+def test_the_published_schema_is_that_of_the_models() -> None:
+    wanted = json.dumps(TuneSummary.model_json_schema(mode="serialization"), indent=1) + "\n"
+    assert SCHEMA.read_text(encoding="utf-8") == wanted
+
+
+# -- what a standing rests on -----------------------------------------------------------------------------------------------
+
+
+def rows(tuned: gv.TuneReport, *rates: float | None) -> list[DefenseRow]:
+    """The control and a setting of which the test cannot tell, with these shares of line-ups that succeeded."""
+    chosen = []
+    for row, rate in zip(tuned.searched.summary.defenses, rates, strict=False):
+        line_up = None
+        if rate is not None:
+            identified = Rate(rate=rate, low=max(0.0, rate - 0.2), high=min(1.0, rate + 0.2), chance=0.01)
+            line_up = LineUpRisk(m=100, identified=identified, ranks=(1,) * 16)
+        chosen.append(
+            row.model_copy(update={"verdict": "cannot tell", "doubts": ("control-does-not-leak",), "line_up": line_up})
+        )
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("control", "setting", "risk", "expected"),
+    [
+        (1.0, 0.0, None, ("holds", "line-up")),
+        (1.0, 0.5, None, ("leaks", "line-up")),
+        (0.0, 0.0, None, ("unknown", "nothing")),
+        (None, None, None, ("unknown", "nothing")),
+        (1.0, 0.1, 0.2, ("holds", "certificate")),
+        (1.0, 0.9, 0.2, ("leaks", "line-up")),
+        (None, None, 0.2, ("holds", "certificate")),
+    ],
+)
+def test_where_the_picture_cannot_tell_the_line_up_or_the_proof_decides(
+    tuned: gv.TuneReport, control: float | None, setting: float | None, risk: float | None, expected: tuple[str, str]
+) -> None:
+    undefended, row = rows(tuned, control, setting)
+    assert choice.standing_of(row, undefended, risk) == expected
+
+
+def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Path) -> None:
+    wanted = spec(defenses=["dpsgd:noise=0.01", "clip:norm=2.0+gaussian:std=1.0", "prune"], risk=0.05)
+    tune = _Tune(wanted, Execution(out=tmp_path / "run"), Display())
+    assert tune.releases == 1
+    assert [family.family for family in tune.left_out] == ["prune"] and "promises nothing" in tune.left_out[0].text
+    for bracket in tune.brackets:
+        first = bracket.next()
+        assert first is not None
+        assert 0.048 < gv.certify(first, rounds=1).upper <= 0.05
+        bracket.record(first, "holds")
+        assert bracket.next() is None, "a weaker one would break the promise"
