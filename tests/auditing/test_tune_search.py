@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.auditing.spec import AuditSpec, make_spec
-from gradveil.auditing.strength import NEAR, Scale
+from gradveil.auditing.strength import NEAR, StrengthScale
 from gradveil.auditing.tuning.bracket import Bracket
 from gradveil.auditing.tuning.spec import FAMILIES, TuneSpec
 from gradveil.auditing.utility import rounds_of_an_image
@@ -19,8 +19,8 @@ from gradveil.defenses import parse
 from gradveil.federation import FederationPlan
 
 
-def scale(text: str) -> Scale:
-    at = Scale.of(parse(text))
+def scale(text: str) -> StrengthScale:
+    at = StrengthScale.of(parse(text))
     assert at is not None
     return at
 
@@ -48,8 +48,8 @@ def test_a_setting_is_read_back_at_its_level(text: str) -> None:
 def test_a_combination_keeps_its_other_parts() -> None:
     assert scale("clip:norm=2.0+gaussian:std=0.3").at(0) == "clip:norm=2.0+gaussian:std=1.0"
     assert scale("clip:norm=2.0+gaussian:std=0.3").name == "clip+gaussian"
-    assert Scale.of(parse("gaussian+prune")) is None, "two strengths"
-    assert Scale.of(parse("clip")) is None and Scale.of(parse("gaussian:std=0")) is None
+    assert StrengthScale.of(parse("gaussian+prune")) is None, "two strengths"
+    assert StrengthScale.of(parse("clip")) is None and StrengthScale.of(parse("gaussian:std=0")) is None
 
 
 # -- the bracket --------------------------------------------------------------------------------------------------------

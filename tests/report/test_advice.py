@@ -13,7 +13,9 @@ from test_words import TEST, TRAINED, defense, row
 from gradveil.auditing import advice
 from gradveil.auditing.advice import Evidence, advise
 from gradveil.auditing.spec import AuditSpec, make_spec
+from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.cli import audit as audit_command
+from gradveil.cli import tune as tune_command
 from gradveil.cli.options import parser_of
 from gradveil.core.errors import UserError
 from gradveil.summary import DefenseRow, NextStep, Recommendation, VictimsNeeded
@@ -46,15 +48,16 @@ def reasons(recommendation: Recommendation) -> dict[str, tuple[str, ...]]:
 
 
 def spec_of(step: NextStep) -> AuditSpec:
-    """The audit that a command of a step starts, read as the command line reads it."""
+    """The audit or tune that a command of a step starts, read as the command line reads it."""
     assert step.command is not None
     words = shlex.split(step.command)
-    assert words[:2] == ["gradveil", "audit"]
-    options = parser_of(audit_command.command).make_context("audit", words[2:]).params
+    assert words[0] == "gradveil" and (words[1] == "tune") == (step.code == "tune")
+    command, cls = {"audit": (audit_command.command, AuditSpec), "tune": (tune_command.command, TuneSpec)}[words[1]]
+    options = parser_of(command).make_context(words[1], words[2:]).params
     names = {name: value for name, value in options.items() if value not in (None, [], ())}
-    fields = {name: value for name, value in names.items() if name in AuditSpec.model_fields}
+    fields = {name: value for name, value in names.items() if name in cls.model_fields}
     trainings = {name.removeprefix("utility_"): value for name, value in names.items() if name.startswith("utility_")}
-    return make_spec(fields | ({"utility": trainings} if trainings else {}))
+    return make_spec(fields | ({"utility": trainings} if trainings else {}), cls)
 
 
 # -- recommendations that were made and were wrong ----------------------------------------------------------------------
@@ -236,56 +239,52 @@ def test_where_all_leak_the_page_says_what_to_try() -> None:
         defense("prune:ratio=0.5", "leaks"),
         defense("clip", "leaks"),
     )
-    steps = {step.code: step for step in advised(*rows).next_steps}
-    assert list(steps) == ["stronger-setting", "differential-privacy", "larger-batches", "secure-aggregation"]
-    audited = ("none", "gaussian:std=0.001", "prune:ratio=0.5", "clip")
-    stronger = spec_of(steps["stronger-setting"])
-    assert stronger.defenses == (*audited, "gaussian:std=0.01", "prune:ratio=0.95") and stronger.utility is not None
-    assert spec_of(steps["differential-privacy"]).defenses == (*audited, "dpsgd:clip=1.0,noise=1.0")
-    assert "clip alone only rescales the update" in steps["differential-privacy"].reason
+    steps = {step.code: step for step in advised(*rows, seed=3, attacks=["linear"], victims=4).next_steps}
+    assert list(steps) == ["tune", "larger-batches", "secure-aggregation"]
+    tune = spec_of(steps["tune"])
+    assert tune.defenses == ("gaussian:std=0.001", "prune:ratio=0.5", "dpsgd:noise=0.01") and tune.utility is not None
+    assert tune.seed == 3 and tune.attacks == ("linear", "standard"), "the same case, with the counters"
+    assert tune.victims == 16, "enough for a recommendation"
+    assert "gaussian:std=0.001 leaks. prune:ratio=0.5 leaks. clip alone only rescales" in steps["tune"].reason
+    assert "Differential privacy (dpsgd) bounds by a proof" in steps["tune"].reason
     assert spec_of(steps["larger-batches"]).batch_size == 8
     assert steps["secure-aggregation"].command is None and "cannot measure that yet" in steps["secure-aggregation"].reason
 
 
-def test_between_a_leak_and_too_high_a_price_the_middle_is_tried_until_none_is_left() -> None:
-    low, high, tried = 0.001, 10.0, []
-    for _ in range(10):
-        rows = (control(), defense(f"gaussian:std={low}", "leaks"), held(f"gaussian:std={high}", 50.0))
-        first, *_ = advised(*rows, utility=True).next_steps
-        if first.command is None:
-            break
-        assert first.code == "setting-between"
-        middle = float(spec_of(first).defenses[-1].partition("=")[2])  # type: ignore[union-attr]
-        assert low < middle < high
-        tried.append(middle)
-        low, high = (middle, high) if middle < 0.05 else (low, middle)  # of which no setting meets both ends
-    assert (
-        first.code == "no-setting-left"
-        and first.reason.startswith("No setting was found: none is left to try between")
-        and 3 <= len(tried) <= 6
-    )
+def test_a_search_is_advised_until_a_leak_and_too_high_a_price_are_neighbours() -> None:
+    def first(low: float, high: float) -> NextStep:
+        rows = (control(), defense(f"gaussian:std={low}", "leaks"), held(f"gaussian:std={high}", 50.0), held("dpsgd", 80.0))
+        return advised(*rows, utility=True).next_steps[0]
+
+    assert spec_of(first(0.001, 10.0)).defenses == ("gaussian:std=0.001", "dpsgd")
+    assert "gaussian:std=0.001 leaks and gaussian:std=10.0 costs too much" in first(0.001, 10.0).reason
+    assert spec_of(first(0.01, 0.019)).defenses == ("dpsgd",)
+    near = (control(), defense("dpsgd:noise=0.1", "leaks"), held("dpsgd:noise=0.19", 50.0))
+    (step, *_) = advised(*near, utility=True).next_steps
+    assert step.code == "no-setting-left" and step.reason.startswith("No setting was found: none is left to try between")
 
 
 def test_a_setting_that_leaks_and_costs_too_much_is_not_made_stronger() -> None:
     rows = (control(), defense("gaussian:std=0.01", "leaks", 0.0), defense("gaussian:std=0.1", "leaks", 12.5))
-    first, *others = advised(*rows, utility=True).next_steps
-    assert first.code == "no-setting-left" and "gaussian:std=0.1 leaks and costs too much already" in first.reason
-    assert [step.code for step in others] == ["differential-privacy", "larger-batches", "secure-aggregation"]
+    first, second, *others = advised(*rows, utility=True).next_steps
+    assert spec_of(first).defenses == ("dpsgd:noise=0.01",), "only what was not tried"
+    assert second.code == "no-setting-left" and "gaussian:std=0.1 leaks and costs too much already" in second.reason
+    assert [step.code for step in others] == ["larger-batches", "secure-aggregation"]
     (step, *_) = advised(*rows, utility=True, max_loss=20).next_steps
-    assert spec_of(step).defenses[-1] == "gaussian:std=1.0"
+    assert spec_of(step).defenses == ("gaussian:std=0.1", "dpsgd:noise=0.01")
 
 
 def test_a_setting_that_costs_too_much_is_made_milder() -> None:
     first, *_ = advised(control(), held("dpsgd:noise=4.0", 40.0), utility=True).next_steps
-    assert first.code == "milder-setting" and spec_of(first).defenses[-1] == "dpsgd:noise=0.4"
+    assert first.code == "tune" and spec_of(first).defenses == ("dpsgd:noise=4.0",)
 
 
 def test_of_python_objects_the_steps_are_in_words() -> None:
     rows = (control(), defense("gaussian:std=0.001", "leaks"))
     spec = AuditSpec(model=lambda: None, defenses=["gaussian:std=0.001"])
     steps = advise(Evidence(spec, rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 0.1, 2500)).next_steps
-    assert len(steps) == 4 and all(step.command is None for step in steps)
-    assert steps[0].reason.startswith("gaussian:std=0.01 is stronger than gaussian:std=0.001, which leaks")
+    assert len(steps) == 3 and all(step.command is None for step in steps)
+    assert steps[0].reason.startswith("gaussian:std=0.001 leaks.")
 
 
 def test_attacks_that_had_no_time_come_before_stronger_ones() -> None:

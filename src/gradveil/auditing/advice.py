@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
-from gradveil.auditing.strength import NEAR, Scale
+from gradveil.auditing.strength import NEAR, StrengthScale
 from gradveil.auditing.tuning.spec import MOST_FAMILIES, TuneSpec
 from gradveil.core.errors import UserError
 from gradveil.core.text import duration, listing, plural
@@ -306,7 +306,7 @@ class Family:
 def _families(evidence: Evidence) -> list[Family]:
     families: dict[str, Family] = {}
     for row in evidence.audited:
-        scale = Scale.of(evidence.methods[row.spec])
+        scale = StrengthScale.of(evidence.methods[row.spec])
         if scale is not None:
             family = families.setdefault(scale.family, Family())
             (family.leaking if row.verdict == LEAKS else family.costly)[scale.level] = row.spec

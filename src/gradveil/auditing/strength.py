@@ -58,7 +58,7 @@ STRENGTHS: Mapping[type[Defense], Strength] = {
 
 
 @dataclass(frozen=True)
-class Scale:
+class StrengthScale:
     """One defense at all its strengths. Of a combination, one part has a strength and the others stay as they are."""
 
     defense: Defense
@@ -67,7 +67,7 @@ class Scale:
     level: float  # of the defense itself
 
     @classmethod
-    def of(cls, defense: Defense) -> Scale | None:
+    def of(cls, defense: Defense) -> StrengthScale | None:
         """None where no part has a strength, more than one has, or it is written in another way."""
         parts = [part for part in defense.parts if type(part) in STRENGTHS]
         if len(parts) != 1:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gradveil.auditing.export import requirement, usage
 from gradveil.auditing.spec import PictureMode
-from gradveil.auditing.tuning.results import FRESH, PAGE, Measured, TriedSetting, TuneSummary
+from gradveil.auditing.tuning.results import FRESH, PAGE, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.run import FinishedTune
 from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.core.errors import UserError
@@ -112,7 +112,7 @@ def rows(tuned: TuneSummary) -> list[TuneRow]:
     return lines
 
 
-def _seen(measured: Measured) -> tuple[str, str, str, str]:
+def _seen(measured: Finding) -> tuple[str, str, str, str]:
     rate = words.percent(measured.line_up.rate if measured.line_up else None)
     return measured.verdict, words.rate_text(measured.identified), words.rate_text(measured.line_up), rate
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradveil import defenses as defense_methods
-from gradveil.auditing.strength import NEAR, Scale
+from gradveil.auditing.strength import NEAR, StrengthScale
 from gradveil.core.results import GradientChange
 
 Standing = Literal["leaks", "holds", "unknown"]
@@ -17,7 +17,7 @@ STEP = 1.0  # to the next strength while only one end is known: a factor of ten
 class Bracket:
     """One defense. `least` is the level from which on it keeps a promise; weaker ones are not tried."""
 
-    scale: Scale
+    scale: StrengthScale
     most: int  # strengths that may be tried
     least: float | None = None
     tried: dict[str, tuple[float, Standing]] = field(default_factory=dict)  # by the text of the defense
@@ -25,7 +25,7 @@ class Bracket:
     failed: list[str] = field(default_factory=list)  # on fresh victims
 
     def record(self, text: str, standing: Standing, change: GradientChange | None = None) -> None:
-        scale = Scale.of(defense_methods.parse(text))
+        scale = StrengthScale.of(defense_methods.parse(text))
         assert scale is not None
         self.tried[text], self.changes[text] = (scale.level, standing), change
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradveil.auditing.advice import LEAST_IMAGES, Evidence, cost_reasons, reasons_against
 from gradveil.auditing.tuning.bracket import Bracket, Standing
-from gradveil.auditing.tuning.results import Basis, Measured, TriedSetting
+from gradveil.auditing.tuning.results import Basis, Finding, TriedSetting
 from gradveil.certification.certificate import percent
 from gradveil.core.text import listing
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCode
@@ -47,7 +47,7 @@ def to_price(brackets: Iterable[Bracket]) -> list[str]:
     return [text for bracket in brackets for text in (*bracket.failed, *bracket.holding[:2])]
 
 
-def frontier(control: Measured, settings: Sequence[TriedSetting]) -> tuple[str, ...]:
+def frontier(control: Finding, settings: Sequence[TriedSetting]) -> tuple[str, ...]:
     """What nothing tried beats in both: the control and settings by their loss, each with fewer images than those before."""
     priced = [(s.loss, s.identified.rate, s.spec) for s in settings if s.loss is not None and s.identified]
     points = sorted([(0.0, control.identified.rate, "none"), *priced] if control.identified else priced)
@@ -92,7 +92,7 @@ def family_text(bracket: Bracket, settings: Mapping[str, TriedSetting]) -> str:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Wanted:
     """What was wanted, as words."""
 
     max_loss: float
@@ -113,7 +113,7 @@ def loss_text(setting: TriedSetting) -> str:
     return f"{loss} of the accuracy{interval}".replace("-", "−")
 
 
-def recommendation_text(setting: TriedSetting, victims: int, limits: Limits) -> str:
+def recommendation_text(setting: TriedSetting, victims: int, limits: Wanted) -> str:
     """Why this setting is to be taken."""
     assert setting.fresh is not None
     promise = f", and proves a line-up risk of at most {percent(setting.promised)}" if limits.risk and setting.promised else ""
@@ -123,7 +123,7 @@ def recommendation_text(setting: TriedSetting, victims: int, limits: Limits) -> 
     )
 
 
-def held_text(measured: Measured, where: str) -> str:
+def held_text(measured: Finding, where: str) -> str:
     """On what a setting held, as a sentence."""
     if measured.basis == "picture":
         return f"In the audit of {where} no leak was shown, not even by attacks that are built to break it."
@@ -152,7 +152,7 @@ _FAULTS: dict[RejectionCode, str] = {
 }
 
 
-def none_text(settings: Sequence[TriedSetting], limits: Limits) -> str:
+def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
     """The plain sentence where nothing can be recommended, with what stands in the way of the nearest setting."""
     held = [setting for setting in settings if setting.standing == "holds"]
     if not held:

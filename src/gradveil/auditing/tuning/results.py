@@ -21,7 +21,7 @@ FILE, PAGE, FRESH = "tune.json", "tune.html", "fresh"  # of a run's folder; the 
 Basis = Literal["picture", "line-up", "certificate", "nothing"]
 
 
-class Measured(Record):
+class Finding(Record):
     """What one audit says of one setting."""
 
     verdict: Verdict
@@ -34,7 +34,7 @@ class Measured(Record):
     candidates: int | None  # of the line-up
 
     @classmethod
-    def of(cls, row: DefenseRow, standing: Standing, basis: Basis) -> Measured:
+    def of(cls, row: DefenseRow, standing: Standing, basis: Basis) -> Finding:
         return cls(
             verdict=row.verdict,
             doubts=row.doubts,
@@ -47,7 +47,7 @@ class Measured(Record):
         )
 
 
-class TriedSetting(Measured):
+class TriedSetting(Finding):
     """One setting that was audited in the search."""
 
     spec: StorableText
@@ -60,7 +60,7 @@ class TriedSetting(Measured):
     high: float | None
     overhead: float | None  # time of a round against the undefended one
     reasons: tuple[RejectionCode, ...]  # all that speaks against it; empty: it may be recommended
-    fresh: Measured | None = None  # on fresh victims; None: it was not audited again
+    fresh: Finding | None = None  # on fresh victims; None: it was not audited again
 
 
 class FamilyOutcome(Record):
@@ -84,7 +84,7 @@ class TuneSummary(Record):
     max_loss: float  # percent of the undefended accuracy that may be lost
     risk: float | None  # of a line-up that may be left
     releases: int | None  # rounds in which the same image takes part, for which a limit is promised
-    control: Measured
+    control: Finding
     settings: tuple[TriedSetting, ...]  # family by family, the weakest first
     families: tuple[FamilyOutcome, ...]
     frontier: tuple[StorableText, ...]  # the control and settings that nothing tried beats in both leak and cost

@@ -24,10 +24,10 @@ from gradveil.auditing.line_up import proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
 from gradveil.auditing.spec import AuditSpec
-from gradveil.auditing.strength import Scale
+from gradveil.auditing.strength import StrengthScale
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning.bracket import Bracket, Standing
-from gradveil.auditing.tuning.results import FILE, FRESH, Basis, FamilyOutcome, Measured, TriedSetting, TuneSummary
+from gradveil.auditing.tuning.results import FILE, FRESH, Basis, FamilyOutcome, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.auditing.utility import UtilityTraining, rounds_of_an_image
 from gradveil.certification.certificate import LINE_UP
@@ -64,7 +64,7 @@ def run_tune(spec: TuneSpec, execution: Execution | None = None, display: Displa
 
 
 def _family(text: str) -> str:
-    scale = Scale.of(defense_methods.parse(text))
+    scale = StrengthScale.of(defense_methods.parse(text))
     return scale.family if scale else ""
 
 
@@ -83,7 +83,7 @@ class _Tune:
         self.brackets = self._brackets()
         self.searched: Summary  # of all settings that were tried
         self.fresh: Summary | None = None  # of those that were audited again
-        self.again: dict[str, Measured] = {}  # what that audit says of each
+        self.again: dict[str, Finding] = {}  # what that audit says of each
 
     @property
     def folder(self) -> Path:
@@ -112,14 +112,14 @@ class _Tune:
                     if row.spec in texts and _family(row.spec) == bracket.scale.family:
                         bracket.record(row.spec, self._standing(summary, row)[0], row.gradient)
 
-    def _least(self, scale: Scale) -> float | None:
+    def _least(self, scale: StrengthScale) -> float | None:
         """The level at which the defense promises the risk; None where none is wanted."""
         if self.spec.risk is None:
             return None
         limit = proved_limit(self.case, scale.defense, self.candidates, self.releases, self.spec.risk)
         now = proved_limit(self.case, scale.defense, self.candidates, self.releases)
         text = scale.at(scale.level + math.log10(limit.noise / now.noise), at_least=True)
-        least = Scale.of(defense_methods.parse(text))
+        least = StrengthScale.of(defense_methods.parse(text))
         assert least is not None
         return least.level
 
@@ -162,7 +162,7 @@ class _Tune:
         utility, fresh = row.utility, self.again.get(row.spec)
         reasons = choice.against(self._evidence(self.spec, self.searched), row, standing, basis)
         return TriedSetting(
-            **dict(Measured.of(row, standing, basis)),
+            **dict(Finding.of(row, standing, basis)),
             spec=row.spec,
             family=bracket.scale.name,
             level=bracket.level(row.spec),
@@ -200,7 +200,7 @@ class _Tune:
         self.fresh = run_audit(case, execution, self.display).summary  # what has begun is done, whatever the time
         row = next(row for row in self.fresh.defenses if row.spec == best)
         standing, basis = self._standing(self.fresh, row)
-        self.again[best] = Measured.of(row, standing, basis)
+        self.again[best] = Finding.of(row, standing, basis)
         codes = choice.against(self._evidence(case.spec, self.fresh), row, standing, basis)
         if not set(codes) - choice.OF_THE_COST:
             return False
@@ -213,10 +213,10 @@ class _Tune:
     def summary(self) -> TuneSummary:
         settings, searched, control = self._settings(), self.searched, self.searched.control
         assert control is not None
-        limits = choice.Limits(self.spec.max_loss, self.spec.risk)
+        limits = choice.Wanted(self.spec.max_loss, self.spec.risk)
         best = next((s for s in settings if s.fresh and not s.reasons), None)
         settings = [_beaten(s, best) for s in settings]
-        measured, by_spec = Measured.of(control, *self._standing(searched, control)), {s.spec: s for s in settings}
+        measured, by_spec = Finding.of(control, *self._standing(searched, control)), {s.spec: s for s in settings}
         text = choice.recommendation_text(best, self.spec.victims, limits) if best else choice.none_text(settings, limits)
         return TuneSummary(
             gradveil=searched.gradveil,
@@ -248,7 +248,7 @@ class _Tune:
         else:
             yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
 
-    def _notes(self, settings: Sequence[TriedSetting], control: Measured) -> list[str]:
+    def _notes(self, settings: Sequence[TriedSetting], control: Finding) -> list[str]:
         """What the reader must know beside the recommendation."""
         notes = []
         if any(s.basis in ("line-up", "certificate") for s in settings):

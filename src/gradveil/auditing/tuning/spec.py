@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from gradveil import defenses as defense_methods
 from gradveil.auditing.spec import CONTROL, OUTSIDE_CASE, AuditSpec, as_list, distinct, make_spec, written
-from gradveil.auditing.strength import Scale
+from gradveil.auditing.strength import StrengthScale
 from gradveil.auditing.utility import UtilityTraining
 from gradveil.core.errors import UserError
 from gradveil.core.options import Option
@@ -45,7 +45,7 @@ class TuneSpec(AuditSpec):
         families = distinct([d for d in as_list(value) or FAMILIES if d != CONTROL], defense_methods.parse)
         if len(families) > MOST_FAMILIES:
             raise UserError(f"{len(families)} defenses are too many for one search; name at most {MOST_FAMILIES}.")
-        scales = {written(family): Scale.of(defense_methods.parse(family)) for family in families}
+        scales = {written(family): StrengthScale.of(defense_methods.parse(family)) for family in families}
         for text, scale in scales.items():
             if scale is None:
                 raise UserError(
@@ -58,9 +58,9 @@ class TuneSpec(AuditSpec):
         return families
 
     @property
-    def scales(self) -> list[Scale]:
+    def scales(self) -> list[StrengthScale]:
         """The defenses, each with its strength."""
-        scales = (Scale.of(defense_methods.parse(defense)) for defense in self.defenses)
+        scales = (StrengthScale.of(defense_methods.parse(defense)) for defense in self.defenses)
         return [scale for scale in scales if scale is not None]
 
     def audit(self, **changes: object) -> AuditSpec:
