@@ -105,6 +105,7 @@ class _Tune:
     def search(self) -> None:
         """Audit one strength of each defense at a time, until each is bracketed."""
         while texts := [text for bracket in self.brackets if not self._late(SEARCH_SHARE) and (text := bracket.next())]:
+            self.display.note(f"search: {listing(texts)}")
             case = Case(self.spec.audit(defenses=texts))
             summary = run_audit(case, self.execution, self.display, deadline=self.deadline).summary
             for row in summary.defenses:
@@ -141,6 +142,8 @@ class _Tune:
         """All that was tried, with the cost of the weakest settings that hold."""
         tried = [text for bracket in self.brackets for text in bracket.tried]
         priced = choice.to_price(self.brackets) if self.spec.utility else []
+        if priced:
+            self.display.note(f"cost in accuracy: {listing(priced)}")
         case = Case(self.spec.audit(defenses=tried or ["none"], utility=self.spec.utility if priced else None))
         unpriced = {text for text in tried if text not in priced}
         self.searched = run_audit(case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced).summary
@@ -195,6 +198,7 @@ class _Tune:
         if not eligible or eligible[0].spec in self.again or len(self.again) >= MOST_FRESH or self._late(1.0):
             return False
         best = eligible[0].spec
+        self.display.note(f"fresh victims: {best}")
         case = Case(self.spec.fresh(defenses=[*self.again, best]))
         execution = replace(self.execution, out=self.folder / FRESH)
         self.fresh = run_audit(case, execution, self.display).summary  # what has begun is done, whatever the time
@@ -291,7 +295,7 @@ class _Tune:
             chosen = {name: before[name] for name in CHOSEN if name in before}
             display.note(f"--minutes {self.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
         else:
-            case = Case(_all_strengths(spec))
+            case = Case(spec.all_strengths().model_copy(update={"utility": None}))
             minutes = SEARCH_SHARE * self.minutes
             fitted = fit(
                 case, minutes, max(1, workers_of(case, self.execution)), self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes
@@ -299,12 +303,6 @@ class _Tune:
             display.note(fitted.note)
             chosen = {name: getattr(fitted.case.spec, name) for name in CHOSEN}
         return spec.model_copy(update={name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
-
-
-def _all_strengths(spec: TuneSpec) -> AuditSpec:
-    """An audit of as many settings as the search may try."""
-    texts = [scale.at(max(scale.level, 0.1) + step / 2) for scale in spec.scales for step in range(spec.strengths)]
-    return spec.audit(defenses=texts)
 
 
 def _outcome(bracket: Bracket, settings: dict[str, TriedSetting]) -> FamilyOutcome:
