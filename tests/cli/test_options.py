@@ -88,7 +88,7 @@ def test_a_new_field_is_an_argument_in_python(monkeypatch: pytest.MonkeyPatch) -
     def stop(spec: AuditSpec) -> Case:
         raise Seen(spec)
 
-    monkeypatch.setattr(api, "make_spec", lambda values: make_spec(values, Extended))
+    monkeypatch.setattr(api, "make_spec", lambda values, _: make_spec(values, Extended))
     monkeypatch.setattr(api, "Case", stop)
     with pytest.raises(Seen) as seen:
         api.audit("mnist-5k", camera=4, flash=True)

@@ -15,6 +15,7 @@ from gradveil.auditing.export import requirement, usage
 from gradveil.auditing.spec import PictureMode
 from gradveil.auditing.tuning.results import FRESH, PAGE, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.run import FinishedTune
+from gradveil.certification.certificate import CERTAIN
 from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
@@ -102,7 +103,7 @@ def rows(tuned: TuneSummary) -> list[TuneRow]:
     """The control, then family by family the settings from weak to strong."""
     lines = [TuneRow("none", *_seen(tuned.control), words.NOTHING, "0")]
     for s in tuned.settings:
-        promised = words.NOTHING if s.promised is None else rounded_percent(s.promised)
+        promised = words.NOTHING if s.promised is None or s.promised > CERTAIN else rounded_percent(s.promised)
         loss = words.digits(s.loss, 1)
         if s.low is not None and s.high is not None:
             loss += f" ±{(s.high - s.low) / 2:.1f}"
