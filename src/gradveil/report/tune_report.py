@@ -15,7 +15,6 @@ from gradveil.auditing.export import requirement, usage
 from gradveil.auditing.spec import PictureMode
 from gradveil.auditing.tuning.results import FRESH, PAGE, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.run import FinishedTune
-from gradveil.certification.certificate import CERTAIN
 from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
@@ -91,6 +90,8 @@ class TuneRow:
 
     spec: str
     verdict: str
+    basis: str
+    p: float | None
     identified: str
     line_up: str
     line_up_rate: str
@@ -103,7 +104,7 @@ def rows(tuned: TuneSummary) -> list[TuneRow]:
     """The control, then family by family the settings from weak to strong."""
     lines = [TuneRow("none", *_seen(tuned.control), words.NOTHING, "0")]
     for s in tuned.settings:
-        promised = words.NOTHING if s.promised is None or s.promised > CERTAIN else rounded_percent(s.promised)
+        promised = words.NOTHING if s.promised is None else rounded_percent(s.promised)
         loss = words.digits(s.loss, 1)
         if s.low is not None and s.high is not None:
             loss += f" ±{(s.high - s.low) / 2:.1f}"
@@ -113,9 +114,10 @@ def rows(tuned: TuneSummary) -> list[TuneRow]:
     return lines
 
 
-def _seen(measured: Finding) -> tuple[str, str, str, str]:
-    rate = words.percent(measured.line_up.rate if measured.line_up else None)
-    return measured.verdict, words.rate_text(measured.identified), words.rate_text(measured.line_up), rate
+def _seen(finding: Finding) -> tuple[str, str, float | None, str, str, str]:
+    rate = words.percent(finding.line_up.rate if finding.line_up else None)
+    rates = words.rate_text(finding.identified), words.rate_text(finding.line_up), rate
+    return finding.verdict, finding.basis, finding.p, *rates
 
 
 def render(tuned: TuneSummary, searched: Summary) -> str:

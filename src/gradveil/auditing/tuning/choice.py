@@ -118,22 +118,27 @@ def recommendation_text(setting: TriedSetting, victims: int, limits: Wanted) -> 
     assert setting.fresh is not None
     promise = f", and proves a line-up risk of at most {percent(setting.promised)}" if limits.risk and setting.promised else ""
     return (
-        f"{setting.spec} is the cheapest setting tried that survives and {limits}. {held_text(setting, 'the search')} "
-        f"{held_text(setting.fresh, f'{victims} fresh victims')} It loses {loss_text(setting)}{promise}."
+        f"{setting.spec} is the cheapest setting tried that survives and {limits}. {_held(setting, setting.fresh, victims)} "
+        f"It loses {loss_text(setting)}{promise}."
     )
 
 
-def held_text(measured: Finding, where: str) -> str:
-    """On what a setting held, as a sentence."""
-    if measured.basis == "picture":
-        return f"In the audit of {where} no leak was shown, not even by attacks that are built to break it."
-    if measured.basis == "line-up":
-        rate = measured.line_up.rate if measured.line_up else 0.0
-        return (
-            f"In the audit of {where} the attacks rebuild too little to tell, so this rests on the line-up alone: "
-            f"{rate:.0%} of the images came first of {measured.candidates:,}, which guessing explains."
-        )
-    return f"In the audit of {where} neither attacks nor line-up can tell, so this rests on the proof alone."
+def _held(searched: Finding, fresh: Finding, victims: int) -> str:
+    """On what a setting held, in sentences."""
+    if searched.basis == fresh.basis == "picture":
+        again = f"nor on {victims} fresh victims, not even by attacks that are built to break it"
+        return f"No leak was shown in the search, {again}."
+    return f"In the search {_rests_on(searched)}. On {victims} fresh victims {_rests_on(fresh)}."
+
+
+def _rests_on(finding: Finding) -> str:
+    if finding.basis == "picture":
+        return "no leak was shown, not even by attacks that are built to break it"
+    if finding.basis == "line-up":
+        rate = finding.line_up.rate if finding.line_up else 0.0
+        first = f"{rate:.0%} of the images came first of {finding.candidates:,}, which guessing explains"
+        return f"the picture cannot tell, so this rests on the line-up alone: {first}"
+    return "the picture cannot tell, so this rests on the proof, which the line-up does not contradict"
 
 
 _FAULTS: dict[RejectionCode, str] = {

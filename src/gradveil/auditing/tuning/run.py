@@ -30,7 +30,7 @@ from gradveil.auditing.tuning.bracket import Bracket, Standing
 from gradveil.auditing.tuning.results import FILE, FRESH, Basis, FamilyOutcome, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.auditing.utility import UtilityTraining, rounds_of_an_image
-from gradveil.certification.certificate import LINE_UP
+from gradveil.certification.certificate import CERTAIN, LINE_UP
 from gradveil.core.errors import UserError
 from gradveil.core.text import listing, plural
 from gradveil.protection import audited
@@ -181,9 +181,10 @@ class _Tune:
 
     def _promised(self, text: str) -> float | None:
         try:
-            return proved_limit(self.case, defense_methods.parse(text), self.candidates, self.releases).upper
+            limit = proved_limit(self.case, defense_methods.parse(text), self.candidates, self.releases).upper
         except UserError:  # it has no proof
             return None
+        return limit if limit <= CERTAIN else None
 
     def _evidence(self, spec: AuditSpec, summary: Summary) -> Evidence:
         methods, data = {row.spec: defense_methods.parse(row.spec) for row in summary.defenses}, self.case.data
