@@ -22,6 +22,7 @@ from gradveil.auditing.tuning.results import TuneSummary
 from gradveil.auditing.tuning.run import _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.certification.line_up import LineUpRisk
+from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate
 from gradveil.report.tune_report import print_tune
@@ -112,6 +113,8 @@ def test_all_files_say_the_same(tuned: gv.TuneReport) -> None:
     assert tuned.protection.defense == summary.recommended and tuned.protection.verdict == "no leak shown"
     x, y = two_classes()
     gv.protect(network(), folder / "protection.json", data=(x, y)).backward(x[:1], y[:1])
+    (folder / "tune.html").unlink()
+    assert main(["report", str(folder), "--quiet"]) == 0 and (folder / "tune.html").is_file()
     frame = tuned.to_frame()
     assert list(frame["spec"]) == [s.spec for s in summary.settings] and "identified_high" in frame
     assert summary.recommended in tuned._repr_html_() and tuned.plot().axes

@@ -14,10 +14,12 @@ def command(
 ) -> None:
     """Write the page of a stored run again, and print its table."""
     from gradveil.report import print_summary, write_report
+    from gradveil.report.tune_report import write_tune_page
     from gradveil.summary import Summary
 
     summary = Summary.read(run)
     page = write_report(run, pictures)
+    write_tune_page(run, summary)
     if not quiet:
         print_summary(summary, Console())
         typer.echo(f"\nReport: {page}")

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from gradveil.auditing.export import requirement, usage
 from gradveil.auditing.spec import PictureMode
-from gradveil.auditing.tuning.results import FRESH, PAGE, Finding, TriedSetting, TuneSummary
+from gradveil.auditing.tuning.results import FILE, FRESH, PAGE, Finding, TriedSetting, TuneSummary
 from gradveil.auditing.tuning.run import FinishedTune
 from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.core.errors import UserError
 from gradveil.core.text import plain
-from gradveil.protection.audited import FILE, Protection
+from gradveil.protection import audited
+from gradveil.protection.audited import Protection
 from gradveil.report import words
 from gradveil.report.audit_report import Report
 from gradveil.report.chart import privacy_utility
@@ -53,7 +54,7 @@ class TuneReport:
         write_report(run.folder, pictures)
         if run.fresh is not None:
             write_report(run.folder / FRESH, pictures)
-        write_text(run.folder / PAGE, render(run.tuned, run.searched))
+        write_tune_page(run.folder, run.searched)
         return cls(run.tuned, Report(run.searched, run.folder), run.folder)
 
     @property
@@ -131,9 +132,15 @@ def render(tuned: TuneSummary, searched: Summary) -> str:
         chart=privacy_utility(searched),
         uses=usage(best, searched.case) if best else [],
         use_requirement=requirement(searched.case),
-        protection_file=FILE,
+        protection_file=audited.FILE,
         fresh=FRESH,
     )
+
+
+def write_tune_page(folder: Path, searched: Summary) -> None:
+    """Write `tune.html`, if the folder holds a tune."""
+    if (folder / FILE).is_file():
+        write_text(folder / PAGE, render(TuneSummary.read(folder), searched))
 
 
 def print_tune(report: TuneReport, console: Console) -> None:

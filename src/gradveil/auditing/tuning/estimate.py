@@ -23,7 +23,7 @@ class TuneTime(NamedTuple):
 
 def expected_time(spec: TuneSpec) -> TuneTime:
     """By the same estimate as `gradveil audit --plan`; of a defense all strengths take about as long."""
-    case = Case(spec.all_strengths())
+    case = Case(spec.settings_to_time(spec.strengths))
     plan = make_plan(case)
     estimate = Estimate(case, plan)
     seconds = {cell: estimate.cell(cell).seconds for cell in plan}

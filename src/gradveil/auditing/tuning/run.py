@@ -40,6 +40,7 @@ from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
+LEAST_STRENGTHS = 2  # of each defense that must fit in the minutes: they may leak and hold
 MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 
 
@@ -287,7 +288,7 @@ class _Tune:
     # -- the time ------------------------------------------------------------------------------------------------------
 
     def _fitted(self, spec: TuneSpec, display: Display) -> TuneSpec:
-        """With settings that fit in the minutes: half of them for as many audits as the search may need."""
+        """With settings that fit in the minutes: half of them for a short search, which goes on as long as they last."""
         if self.minutes is None or self.deadline is None:
             return spec
         stored = self.folder / "audit.yaml"
@@ -296,11 +297,9 @@ class _Tune:
             chosen = {name: before[name] for name in CHOSEN if name in before}
             display.note(f"--minutes {self.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
         else:
-            case = Case(spec.all_strengths().model_copy(update={"utility": None}))
-            minutes = SEARCH_SHARE * self.minutes
-            fitted = fit(
-                case, minutes, max(1, workers_of(case, self.execution)), self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes
-            )
+            case = Case(spec.settings_to_time(LEAST_STRENGTHS, utility=None))
+            until = self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes
+            fitted = fit(case, self.minutes, max(1, workers_of(case, self.execution)), until)
             display.note(fitted.note)
             chosen = {name: getattr(fitted.case.spec, name) for name in CHOSEN}
         return spec.model_copy(update={name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})

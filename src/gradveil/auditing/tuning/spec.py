@@ -68,10 +68,10 @@ class TuneSpec(AuditSpec):
         values = {name: getattr(self, name) for name in AuditSpec.model_fields}
         return make_spec({**values, "utility": None, **changes})
 
-    def all_strengths(self) -> AuditSpec:
-        """An audit of as many settings as the search may try, to tell its time."""
-        texts = [scale.at(max(scale.level, 0.1) + step / 2) for scale in self.scales for step in range(self.strengths)]
-        return self.audit(defenses=texts, utility=self.utility)
+    def settings_to_time(self, count: int, **changes: object) -> AuditSpec:
+        """An audit of so many strengths of each defense, to tell the time of a search."""
+        texts = [scale.at(max(scale.level, 0.1) + step / 2) for scale in self.scales for step in range(count)]
+        return self.audit(**{"defenses": texts, "utility": self.utility, **changes})
 
     def fresh(self, **changes: object) -> AuditSpec:
         """The audit of other victims, none of which was attacked before."""
