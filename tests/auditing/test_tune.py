@@ -47,8 +47,8 @@ def network() -> nn.Module:
 
 
 def spec(**settings: object) -> TuneSpec:
-    values = {"data": two_classes(), "model": network(), "defenses": ["gaussian:relative=20.0"], "attacks": ATTACKS}
-    tune = make_spec({**values, "utility": TRAINING, "strengths": 3, "max_loss": 60.0, **settings}, TuneSpec)
+    values = {"data": two_classes(), "model": network(), "defenses": ["gaussian:relative=30.0"], "attacks": ATTACKS}
+    tune = make_spec({**values, "utility": TRAINING, "strengths": 3, "max_loss": 100.0, **settings}, TuneSpec)
     assert isinstance(tune, TuneSpec)
     return tune
 
@@ -73,7 +73,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> gv.TuneReport:
         run_tune(spec(), Execution(out=out), Stopping(9))
     before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
     wanted = {name: getattr(spec(), name) for name in ("strengths", "max_loss", "utility")}
-    report = gv.tune(two_classes(), network(), "gaussian:relative=20.0", ATTACKS, out=out, quiet=True, **wanted)
+    report = gv.tune(two_classes(), network(), "gaussian:relative=30.0", ATTACKS, out=out, quiet=True, **wanted)
     assert len(before) == 9 and all(file.stat().st_mtime_ns == time for file, time in before.items()), "no cell is done twice"
     return report
 
@@ -81,10 +81,10 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> gv.TuneReport:
 def test_the_cheapest_setting_that_survives_is_found_between_one_that_leaks_and_a_stronger_one(tuned: gv.TuneReport) -> None:
     summary = tuned.summary
     standings = {setting.spec: setting.standing for setting in summary.settings}
-    assert standings == {"gaussian:relative=2.0": "leaks", "gaussian:relative=6.3": "holds", "gaussian:relative=20.0": "holds"}
+    assert standings == {"gaussian:relative=3.0": "leaks", "gaussian:relative=9.5": "holds", "gaussian:relative=30.0": "holds"}
     assert summary.control.verdict == "leaks" and summary.frontier[0] == "none" and summary.recommended in summary.frontier
     (family,) = summary.families
-    assert (family.weakest, family.leaking) == ("gaussian:relative=6.3", "gaussian:relative=2.0")
+    assert (family.weakest, family.leaking) == ("gaussian:relative=9.5", "gaussian:relative=3.0")
     best = summary.best
     assert best is not None and best.loss == min(s.loss for s in summary.settings if s.loss is not None)
     assert best.low is not None and best.high is not None and best.low <= (best.loss or 0.0) <= best.high
