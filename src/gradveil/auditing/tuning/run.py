@@ -265,7 +265,8 @@ class _Tune:
         if any(s.promised is not None for s in settings):
             notes.append(
                 f"Proved limits are for a line-up of {self.candidates:,} candidates and {plural(self.releases, 'release')} of "
-                "one image: as often as it takes part in the training that measures the cost. They do not count this search, which looked at private data to choose."
+                "one image: as often as it takes part in the training that measures the cost. They do not count this search, "
+                "which looked at private data to choose."
             )
         if control.standing == "unknown":
             notes.append("Without a defense neither attacks nor line-up show a leak, so nothing can be told of a defense.")
