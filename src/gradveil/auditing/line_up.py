@@ -93,13 +93,7 @@ def proved_limit(case: Case, defense: Defense, m: int, rounds: int, risk: float 
 
     def limit(clients: int) -> Certificate:
         return certify(
-            defense,
-            line_up=m,
-            rounds=rounds,
-            local_epochs=training.epochs,
-            sampling=sampling,
-            aggregate=clients,
-            risk=risk,
+            defense, line_up=m, rounds=rounds, local_epochs=training.epochs, sampling=sampling, aggregate=clients, risk=risk
         )
 
     if case.spec.aggregate == 1:
