@@ -248,7 +248,9 @@ def test_where_all_leak_the_page_says_what_to_try() -> None:
     assert "gaussian:std=0.001 leaks. prune:ratio=0.5 leaks. clip alone only rescales" in steps["tune"].reason
     assert "Differential privacy (dpsgd) bounds by a proof" in steps["tune"].reason
     assert spec_of(steps["larger-batches"]).batch_size == 8
-    assert steps["secure-aggregation"].command is None and "cannot measure that yet" in steps["secure-aggregation"].reason
+    assert spec_of(steps["secure-aggregation"]).aggregate == 8
+    sums = {step.code: step for step in advised(*rows, attacks=["linear"], victims=4, aggregate=64).next_steps}
+    assert sums["secure-aggregation"].command is None, "as large as is proposed"
 
 
 def test_a_search_is_advised_until_a_leak_and_too_high_a_price_are_neighbours() -> None:

@@ -38,6 +38,7 @@ LEAST_LEARNT = 0.1  # of the way from a guess to no error; a model below it has 
 DP = "dpsgd:clip=1.0,noise=1.0"
 DP_START = "dpsgd:noise=0.01"  # where a search begins
 LARGER, LARGEST = 8, 64  # images in a batch that is proposed
+AGGREGATE, MOST_AGGREGATE = 8, 64  # clients of a sum that is proposed
 _BUDGETS = {"quick": "standard", "standard": "thorough"}
 
 
@@ -346,11 +347,10 @@ def _other_protection(evidence: Evidence) -> Iterator[NextStep]:
         why = "In a larger batch the images of one update hide each other, and attacks get less of each; that is no proof."
         fits = 2 * size * spec.victims <= evidence.private
         yield _step(evidence, "larger-batches", why, **({"batch_size": size} if fits else {}))
-    yield _step(
-        evidence,
-        "secure-aggregation",
-        "With secure aggregation the server sees only the sum of many updates. The audit cannot measure that yet.",
-    )
+    clients = AGGREGATE if spec.aggregate == 1 else 2 * spec.aggregate
+    fits = clients <= MOST_AGGREGATE and 2 * clients * spec.batch_size * spec.victims <= evidence.private
+    why = "With secure aggregation the server sees only the sum of many updates, in which clients hide each other."
+    yield _step(evidence, "secure-aggregation", why, **({"aggregate": clients} if fits else {}))
 
 
 def _has_dpsgd(evidence: Evidence) -> bool:
