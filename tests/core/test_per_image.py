@@ -133,9 +133,7 @@ def images(count: int = 5) -> Tensor:
     return torch.randn(count, 2, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
-def expected(
-    model: ModelFunction, x: Tensor, y: Tensor, share: int, noise: Tensors | None = None
-) -> tuple[Tensors, Tensor, float]:
+def expected(model: ModelFunction, x: Tensor, y: Tensor, noise: Tensors | None = None) -> tuple[Tensors, Tensor, float]:
     """Clipped to the norm of the image in the middle: so many images are not scaled."""
     alone = []
     for i in range(len(x)):
@@ -242,6 +240,69 @@ def test_a_network_that_changes_its_way_with_its_inputs_is_noticed() -> None:
     y = torch.arange(5) % CLASSES
     assert check(model, images(), y) == set()
     check(model, images() + 5, y)
+
+
+def skipping(condition: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A network one of whose layers sees some of the rows alone."""
+
+    def run(m: Form, x: Tensor) -> Tensor:
+        inner, deeper = m.one(rows(x)).tanh().flatten(0, 1), condition(rows(x).flatten(0, 1))
+        outer = inner.clone()
+        if deeper.any():
+            outer[deeper] = m.deep(inner[deeper])
+        return m.fc(outer.view(len(x), 12, 9).sum(1))  # type: ignore[no-any-return]
+
+    return lambda: Form(run, one=nn.Linear(6, 9), deep=nn.Linear(9, 9), fc=nn.Linear(9, CLASSES))
+
+
+@pytest.mark.parametrize("first", ["all", "none"])
+def test_a_layer_that_sees_other_rows_than_on_made_up_images_is_noticed(first: str) -> None:
+    x, y = images(4), torch.arange(4) % CLASSES
+    sees = x.clone()
+    sees.view(48, 6)[:, 0] = torch.where(torch.arange(48) < 8, 9.0, -9.0)  # two rows per image, all of the first image
+    model = function(skipping(lambda r: (r[:, 0] > 5) if first == "none" else (r[:, 0] > -5)))
+    check(model, x, y)  # on these images and made-up ones like them it sees all rows, or none
+    check(model, sees, y)
+
+
+def test_a_network_that_relates_images_of_some_sizes_only_is_noticed() -> None:
+    model = function(lambda: Form(lambda m, x: m.fc((x / x.max() if x.max() > 1 else x).flatten(1)), fc=nn.Linear(72, CLASSES)))
+    assert check(model, 3 * images(), torch.arange(5) % CLASSES) == {"fc.weight", "fc.bias"}
+
+
+def test_weights_that_hide_a_layer_at_first_do_not_make_a_wrong_way_agree() -> None:
+    """A server may send weights without any gradient in the first round: a probe then tells nothing."""
+
+    def form() -> nn.Module:
+        return Form(
+            lambda m, x: m.fc(m.post(m.first(rows(x).transpose(0, 1)).tanh().sum(0)).relu()),
+            **{"first": nn.Linear(6, 7), "post": nn.Linear(7, 7), "fc": nn.Linear(7, CLASSES)},
+        )
+
+    model, y = function(form), torch.arange(5) % CLASSES
+    silent = {**model.state(), "post.bias": torch.full((7,), -1e6)}
+    clipped_sum(model, silent, images(), y, {}, 1.0)
+    assert check(model, images(), y) == set()
+
+
+def test_labels_of_one_class_do_not_hide_the_weights_of_a_loss() -> None:
+    model = function(COVERED["convolution"], lambda outputs, y: F.cross_entropy(outputs, y, torch.tensor([1.0, 5.0, 2.0])))
+    check(model, images(), torch.ones(5, dtype=torch.long))
+    check(model, images(), torch.arange(5) % CLASSES)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
+@pytest.mark.parametrize("form", ["linear", "transposed"])
+def test_an_image_without_a_finite_gradient_counts_as_zero(form: str, value: float) -> None:
+    build = COVERED[form] if form in COVERED else OTHERWISE[form][0]
+    x, y, others = images(), torch.arange(5) % CLASSES, torch.tensor([0, 1, 3, 4])
+    x[2, 0, 0] = value
+    model = function(build)
+    total, factors = clipped_sum(model, model.state(), x, y, {}, 0.01)
+    alone, scaled = clipped_sum(model, model.state(), x[others], y[others], {}, 0.01)
+    assert float(factors[2]) <= 1 and torch.allclose(factors[others], scaled)
+    distance = math.sqrt(sum(float((total[name] - alone[name]).square().sum()) for name in total))
+    assert distance <= 0.01 * 1.001  # false for what is not a number
 
 
 def test_no_image_gives_nothing() -> None:
