@@ -126,6 +126,7 @@ def test_the_settings_are_those_of_an_audit_and_the_command_says_them() -> None:
         (["dpsgd:epsilon=1"], "has no strength to search"),
         (["gaussian", "gaussian:std=1"], "one defense at two strengths"),
         (["gaussian", "laplace", "prune", "dpsgd", "graddefense"], "at most 4"),
+        (["none"], "'none' is no defense"),
     ],
 )
 def test_defenses_that_cannot_be_searched_are_refused(defenses: list[str], says: str) -> None:

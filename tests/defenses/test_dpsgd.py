@@ -185,6 +185,19 @@ def test_the_noise_for_a_risk_counts_poisson_samples_in_whole_epochs(monkeypatch
     assert method.multiplier < parse("dpsgd:risk=0.05,rounds=4").multiplier
 
 
+def test_a_sample_that_hardly_ever_holds_an_image_counts_as_one_epoch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(certificate, "noise_for", lambda risk, mechanism, releases, line_up: asked.append(releases) or 1.0)
+    assert DpSgd(risk=0.123, rounds=1, sample_rate=1e-10).multiplier == 1.0
+    assert asked[0].rounds == 1
+
+
+@pytest.mark.parametrize("setting", ["clip", "noise", "epsilon"])
+def test_settings_without_end_are_refused(setting):
+    with pytest.raises(UserError, match="finite"):
+        parse(f"dpsgd:{setting}=inf")
+
+
 def test_a_frozen_network_is_clipped_over_its_head_alone():
     training = LocalTraining(frozen=("1.*",))
     with torch.random.fork_rng():

@@ -161,8 +161,12 @@ def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
     """The plain sentence where nothing can be recommended, with what stands in the way of the nearest setting."""
     held = [setting for setting in settings if setting.standing == "holds"]
     if not held:
-        told = any(setting.standing == "leaks" for setting in settings)
-        return "Every setting that was tried leaks." if told else "Of no setting can it be told whether it leaks."
+        leaking = sum(setting.standing == "leaks" for setting in settings)
+        if not leaking:
+            return "Of no setting can it be told whether it leaks."
+        if leaking == len(settings):
+            return "Every setting that was tried leaks."
+        return f"No setting that was tried holds: {leaking} of {len(settings)} leak, and of the others it cannot be told."
     near = min(held, key=lambda s: ("failed-again" in s.reasons, s.loss is None, s.loss or 0.0))
     price = f" (it loses {loss_text(near)})" if near.loss is not None else ""
     faults = listing(_FAULTS[code] for code in near.reasons) or "there was no time to audit it on fresh victims"

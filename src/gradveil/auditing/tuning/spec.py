@@ -43,6 +43,8 @@ class TuneSpec(AuditSpec):
     @classmethod
     def _defenses(cls, value: object) -> tuple[str | Defense, ...]:
         families = distinct([d for d in as_list(value) or FAMILIES if d != CONTROL], defense_methods.parse)
+        if not families:
+            raise UserError(f"'{CONTROL}' is no defense; name one with a strength, or none for a few of them.")
         if len(families) > MOST_FAMILIES:
             raise UserError(f"{len(families)} defenses are too many for one search; name at most {MOST_FAMILIES}.")
         scales = {written(family): StrengthScale.of(defense_methods.parse(family)) for family in families}

@@ -110,7 +110,7 @@ def noise_for(epsilon: float, delta: float, rounds: int, sample_rate: float) -> 
 def noise_for_risk(risk: float, line_up: int, rounds: int, sample_rate: float) -> float:
     """The noise multiplier with which a line-up after `rounds` noisy gradients succeeds at most with probability `risk`."""
     if sample_rate < 1:
-        epochs = math.ceil(rounds * sample_rate - 1e-9)
+        epochs = max(1, math.ceil(rounds * sample_rate - 1e-9))
         releases = Releases(rounds=epochs, sampling="poisson", sample_rate=sample_rate)
     else:
         releases = Releases(rounds=rounds)
