@@ -35,6 +35,8 @@ def sent_moments(observation: Observation) -> dict[str, Moments]:
                 kept = before / (before + steps)
             else:
                 kept = (1 - momentum) ** steps
+            if kept == 1:  # statistics that never move
+                continue
             mean, variance = ((sent[n].double() - kept * state[n].double()) / (1 - kept) for n in names)
             moments[path] = Moments(path, momentum, mean.to(state[names[0]]), variance.clamp_min(0).to(state[names[1]]))
     return moments

@@ -33,9 +33,7 @@ def settings(cls: type[T]) -> type[T]:
 
     Type checkers see a default only where it is written by name: `Field(default=0.1, gt=0)`.
     """
-    config = pydantic.ConfigDict(
-        extra="forbid", arbitrary_types_allowed=True, str_strip_whitespace=True, allow_inf_nan=False
-    )
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True, str_strip_whitespace=True, allow_inf_nan=False)
     return cast("type[T]", _pydantic_dataclass(frozen=True, config=config)(cls))
 
 

@@ -30,6 +30,8 @@ def separated(mixtures: Tensor, shape: Shape) -> Tensor:
 def unmixing(samples: Tensor) -> Tensor:
     """The matrix (K × K) that makes the rows of `samples` (K × n) independent, up to their order and size."""
     count, number = samples.shape
+    if not samples.any():
+        return torch.eye(count, dtype=samples.dtype)  # of nothing, no part is another's
     values, vectors = torch.linalg.eigh(samples @ samples.T / number)
     whitening = vectors.T / values.clamp_min(1e-14 * values.max()).sqrt()[:, None]
     white = whitening @ samples

@@ -58,6 +58,8 @@ class PatchSpan(Attack):
         width = len(observation.state[f"{embedding.layer.path}.weight"])
         if images * patches >= min(width, pixels):
             return f"{images} × {patches} patches are not fewer than the {width} features and {pixels} pixels of a patch"
+        if int(torch.linalg.matrix_rank(embedding.read(observation)[1].double())) < images * patches:
+            return f"the gradient of the embedding tells of fewer than {images} × {patches} patches"
         return None
 
     def cost(self, work: Workload) -> Cost:
