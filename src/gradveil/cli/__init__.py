@@ -1,6 +1,7 @@
 """The command line. A command is a file in this folder with a function `command`, and a line in the table below.
 
-A file is imported when its command is called, so that `gradveil --help` needs neither torch nor any method.
+A file is imported when its command is called, and most import torch, which takes seconds. Help and completion are answered
+from the catalogue in its place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
@@ -46,6 +48,8 @@ COMMANDS = {
     "show": "Show a method: its idea, its settings with bounds, an example.",
 }
 
+LIGHT = ("list", "show", "compare", "reproduce")  # files that load nothing slow before the command begins
+
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -61,9 +65,20 @@ class _Commands(typer.core.TyperGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if ctx.resilient_parsing:  # a shell asks for completions
+            return _described(cmd_name)
         from gradveil.cli.options import parser_of
 
         return parser_of(importlib.import_module(f"gradveil.cli.{cmd_name}").command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: Sequence[str]
+    ) -> tuple[str | None, click.Command | None, Sequence[str]]:
+        name, *others = args
+        if name in COMMANDS and "--help" in others:
+            return name, _described(name), others
+        with _loading(name, quiet="--quiet" in others or name in LIGHT):
+            return super().resolve_command(ctx, [*args])
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -74,6 +89,26 @@ class _Commands(typer.core.TyperGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
+
+
+def _described(name: str) -> click.Command:
+    from gradveil.cli.described import described_parser
+
+    return described_parser(name)
+
+
+@contextmanager
+def _loading(name: str, quiet: bool) -> Iterator[None]:
+    """A line on the terminal until the command is loaded."""
+    text = f"gradveil {name}: loading PyTorch …"
+    if quiet or name not in COMMANDS or "torch" in sys.modules or not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
 
 
 app = typer.Typer(name="gradveil", cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)

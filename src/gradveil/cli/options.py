@@ -47,9 +47,13 @@ class _Parser(typer.core.TyperCommand):
 
 def parser_of(command: Command) -> click.Command:
     """The parser of a command, named like its file."""
-    function = with_options(command)
+    return parser_for(with_options(command), command.__module__.rpartition(".")[2])
+
+
+def parser_for(function: Command, name: str) -> click.Command:
+    """The parser of a function whose parameters are declared as typer takes them."""
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    app.command(command.__module__.rpartition(".")[2], cls=_Parser)(function)
+    app.command(name, cls=_Parser)(function)
     parser = typer.main.get_command(app)
     declared = inspect.signature(function).parameters
     for parameter in parser.params:  # click 8.5 drops the help of arguments

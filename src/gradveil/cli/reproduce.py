@@ -1,25 +1,23 @@
 """`gradveil reproduce`: a paper's table, run here, beside the published numbers."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from gradveil.auditing.limits import find_device
-from gradveil.auditing.progress import display_on
-from gradveil.auditing.run import Stopped
+from gradveil.cli.list import print_kind
 from gradveil.cli.options import Quiet
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.text import plural
-from gradveil.recipes import Recipe, Scale, load, names, pages
-from gradveil.recipes.plan import make_plan
-from gradveil.recipes.recipe import PAPERS, all_names
-from gradveil.recipes.run import run_recipe
-from gradveil.report.words import seconds_text
+
+if TYPE_CHECKING:
+    from gradveil.recipes import Recipe
+
+Scale = Literal["cpu", "paper"]  # as in gradveil.recipes, which loads torch
 
 
 @settings
@@ -37,7 +35,7 @@ def command(
     name: Annotated[list[str] | None, typer.Argument(help="Recipes (precode/table1), papers (precode), or all.")] = None,
     *,
     reproduction: Reproduction,
-    listed: Annotated[bool, typer.Option("--list", help="Show every recipe and stop.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show every recipe with its time and data, and stop.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Show the work and an estimate, and stop.")] = False,
     quiet: Quiet = False,
 ) -> int:
@@ -48,9 +46,14 @@ def command(
     Example: gradveil reproduce precode/table1 --scale cpu --plan
     """
     if listed:
-        for entry, title in names():
-            typer.echo(f"{entry:<18} {title}")
+        print_kind("recipes")
         return 0
+    from gradveil.auditing.limits import find_device
+    from gradveil.auditing.progress import display_on
+    from gradveil.auditing.run import Stopped
+    from gradveil.recipes import pages
+    from gradveil.recipes.run import run_recipe
+
     find_device(reproduction.device)
     recipes = _chosen(name or [])
     if not recipes and reproduction.docs is None:
@@ -87,7 +90,9 @@ def command(
     return 0
 
 
-def _chosen(wanted: list[str]) -> list[Recipe]:
+def _chosen(wanted: list[str]) -> "list[Recipe]":
+    from gradveil.recipes.recipe import PAPERS, all_names, load
+
     chosen: list[str] = []
     for name in wanted:
         if name == "all":
@@ -99,7 +104,10 @@ def _chosen(wanted: list[str]) -> list[Recipe]:
     return [load(name) for name in dict.fromkeys(chosen)]
 
 
-def _show_plan(recipe: Recipe, scale: Scale) -> None:
+def _show_plan(recipe: "Recipe", scale: Scale) -> None:
+    from gradveil.recipes.plan import make_plan
+    from gradveil.report.words import seconds_text
+
     lines = make_plan(recipe.at(scale))
     table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)
     for line in lines:

@@ -1,14 +1,12 @@
 """The data sets that have a name: what they hold, how published work normalizes them, where their files are."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradveil.core.errors import UserError
 from gradveil.data.raw import Options, Raw
 from gradveil.data.readers import embedded, read_folder, reader_of
-
-FOLDER = "GRADVEIL_DATA"
+from gradveil.storage.data_folder import FOLDER, data_folder
 
 _MNIST = ((0.13066,), (0.30811,))
 _FASHION = ((0.1307,), (0.3081,))  # ATS uses the constants of MNIST
@@ -42,12 +40,7 @@ class NamedSet:
     size: int | None = None
 
     def folder(self) -> Path | None:
-        """The folder of the files. `fashion-mnist` may also be spelled with an underscore."""
-        root = os.environ.get(FOLDER)
-        if not root:
-            return None
-        spellings = [Path(root) / self.name, Path(root) / self.name.replace("-", "_")]
-        return next((path for path in spellings if path.is_dir()), spellings[0])
+        return data_folder(self.name)
 
     def available(self) -> bool:
         if self is EMBEDDED:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from gradveil.core.errors import UserError, one_line, unknown
 from gradveil.core.settings import build, load_object, parse_settings
-from gradveil.data.catalogue import FOLDER, NAMED_SETS, NamedSet
+from gradveil.data.catalogue import NAMED_SETS, NamedSet
 from gradveil.data.raw import Options, Raw
 from gradveil.data.readers import read_folder
 from gradveil.data.readers.npz import read_npz
 from gradveil.data.readers.objects import read_object
 from gradveil.data.readers.vision import read_torchvision
+from gradveil.storage.data_folder import FOLDER
 
 # The settings begin at the first colon that a `key=` follows, so a path or an import may hold other colons.
 _SETTINGS = re.compile(r":(?=\s*[A-Za-z][\w-]*\s*=)")

@@ -1,4 +1,7 @@
-"""Clipping: scale the whole update down to a bounded norm. It is one half of DP-SGD, and many servers require it."""
+"""Clipping: scale the whole update down to a bounded norm.
+
+It is one half of DP-SGD (Abadi et al. 2016), and many servers require it.
+"""
 
 import torch
 from pydantic import Field

@@ -17,7 +17,7 @@ class FlowerLocal(Defense):
     """Scale the update down to `clipping_norm`, and add noise of std `sensitivity` · √(2 ln(1.25 / `delta`)) / `epsilon`.
 
     Flower's `LocalDpMod` with the settings that it has: `clip` and then `gaussian`, with the noise by the classical formula
-    for one round. Whether the noise keeps (`epsilon`, `delta`) depends on `sensitivity`, which Flower does not compare with
+    (Dwork and Roth 2014) for one round. Whether the noise keeps (`epsilon`, `delta`) depends on `sensitivity`, which Flower does not compare with
     `clipping_norm`: two clipped updates may be 2 · `clipping_norm` apart. `gradveil certify` says what the noise promises.
 
     Args:

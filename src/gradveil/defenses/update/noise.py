@@ -21,6 +21,8 @@ STD = SCALE = 1e-2
 class Gaussian(Defense):
     """Add N(0, std²) to every entry.
 
+    Zhu et al. 2019 (DLG) try it against leakage.
+
     Args:
         std: standard deviation, in units of the update. PRECODE: 1e-2 and 1e-3; DCS2: 1e-2 on MNIST.
         relative: in place of `std`, a share of the update's own size: the standard deviation is `relative` times the root
@@ -50,6 +52,8 @@ class Gaussian(Defense):
 @settings
 class Laplace(Defense):
     """Add Laplace(0, scale) to every entry.
+
+    Zhu et al. 2019 (DLG) try it against leakage.
 
     Args:
         scale: the Laplace scale b, in units of the update; the standard deviation is √2·b. ATS: 1e-3 and 1e-2.

@@ -22,6 +22,8 @@ def _bits(value: object) -> object:
 class Quantize(Defense):
     """Round every entry to 8 or 16 bits.
 
+    Zhu et al. 2019 (DLG) try half precision against leakage, in vain.
+
     Args:
         bits: 8 (or `int8`): 255 even levels per tensor, scaled to its largest entry; 16 (or `fp16`): half precision.
 
