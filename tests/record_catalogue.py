@@ -163,7 +163,7 @@ def parameter(declared: inspect.Parameter) -> CommandParameter:
     if not words and not isinstance(info, ArgumentInfo):
         words = [f"--{declared.name.replace('_', '-')}"]
     required = declared.default is inspect.Parameter.empty
-    return CommandParameter(declared.name, text, tuple(words), info.help or "", info.metavar, required)
+    return CommandParameter(declared.name, text, tuple(words), info.help or "", info.metavar, required, info.min, info.max)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python tests/record_fingerprints.py
 
 Results are stored under keys that hold these versions. `tests/test_fingerprints.py` fails when code has changed since it
-was recorded. If results change, raise the version first; then run this script.
+was recorded. If results change, raise the version first; then run this script. It records the catalogue of all methods too.
 """
 
 from __future__ import annotations
@@ -151,6 +151,9 @@ def main() -> None:
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             print(f"{name}: {before.get(name)} -> {after.get(name)}")
+    import record_catalogue
+
+    record_catalogue.main()
 
 
 if __name__ == "__main__":

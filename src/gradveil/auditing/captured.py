@@ -42,6 +42,15 @@ MAX_IMAGE = 1 << 23  # numbers of one image
 MAX_PIXELS = 1 << 26  # of all images of a batch together, in all channels; an attack holds several copies of them
 
 
+# Of the squared difference between the update of rebuilt images and the captured one, as a share of its size.
+ALIKE = 1e-4  # one percent of its length
+HALF = 0.5
+NOT_ALONE = "Other images may send the same update, above all in a batch or where it has fewer numbers than the images have pixels."
+NO_PROTECTION = (
+    "That is no protection: a stronger attack, a larger budget, the right labels or more of the client's settings may succeed."
+)
+
+
 class CapturedSpec(BaseModel):
     """What is known of a captured update. The metadata of its file fills in the task and the local training."""
 
@@ -107,6 +116,28 @@ class Rebuilt:
         """The attack whose images fit the update best, by one common measure of the adversary."""
         return min(self.by_attack, key=self.fit.__getitem__)
 
+    @property
+    def verdict(self) -> str:
+        """What the best fit says of the private images, and what it does not say."""
+        images, fit = self.by_attack[self.best].images, self.fit[self.best]
+        ours = "this picture" if len(images) == 1 else f"these {len(images)} pictures"
+        if not math.isfinite(fit):
+            return f"Nothing can be told: no attack gave pictures whose update can be compared. {NO_PROTECTION}"
+        share = f"{100 * (1 - fit):.3g}%"
+        explained = f"{'its' if len(images) == 1 else 'their'} update explains {share} of the one that was captured"
+        if fit <= ALIKE:
+            return f"This update was made from something very like {ours}: {explained}. {NOT_ALONE}"
+        if fit <= HALF:
+            return (
+                f"This update may have been made from something like {ours}: {explained}. The rest may be a defense, or a "
+                f"search that has not ended; only who has the private images can tell how much is true. {NOT_ALONE}"
+            )
+        return f"Nothing was recovered: the best pictures' update explains only {share} of this one. {NO_PROTECTION}"
+
+    def picture(self, spec: str) -> str:
+        """The name of the file with the pictures of one attack."""
+        return f"{_stem(spec)}.png"
+
     def _repr_html_(self) -> str:
         """As a notebook shows it: the best fit first."""
         return "".join(
@@ -121,8 +152,7 @@ class Rebuilt:
         """
         folder, contents, rows = Path(folder), dict[str, bytes](), []
         for spec, answer in self.by_attack.items():
-            stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in spec)
-            files = [f"{stem}.safetensors", f"{stem}.png"]
+            files = [f"{_stem(spec)}.safetensors", self.picture(spec)]
             strip(answer.images).save(picture := io.BytesIO(), format="PNG")
             images = answer.images.detach().cpu().contiguous().clone()
             contents |= {files[0]: save({"images": images}), files[1]: picture.getvalue()}
@@ -137,9 +167,13 @@ class Rebuilt:
                     "files": files,
                 }
             )
-        facts = {"best": self.best, "not_applicable": self.not_applicable, "attacks": rows}
+        facts = {"best": self.best, "verdict": self.verdict, "not_applicable": self.not_applicable, "attacks": rows}
         write_indexed(folder, contents, "attack.json", facts)
         return folder
+
+
+def _stem(spec: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in spec)
 
 
 def attack_update(

@@ -7,6 +7,7 @@ import typer
 
 from gradveil.auditing.captured import CapturedSpec, attack_update
 from gradveil.cli.bar import progress_bar
+from gradveil.cli.layout import hanging
 from gradveil.cli.options import Given, Quiet
 from gradveil.core.observation import labels_text
 
@@ -25,11 +26,13 @@ def command(
         rebuilt = attack_update(update, model, attacks=attack, progress=show, **spec)
     folder = rebuilt.save(out)
     if not quiet:
-        for name, reason in rebuilt.not_applicable.items():
-            typer.echo(f"{name}: does not apply ({reason})")
         for name, fit in rebuilt.fit.items():
             labels = rebuilt.by_attack[name].labels
             guess = "" if labels is None else f", labels {labels_text(labels)}"
-            typer.echo(f"{name}: the rebuilt images' update differs by {100 * fit**0.5:.2g}% of its size{guess}")
-        typer.echo(f"Best fit: {rebuilt.best}. Pictures and tensors: {folder}")
+            typer.echo(hanging(f"{name}: ", f"the rebuilt images' update differs by {100 * fit**0.5:.2g}% of its size{guess}"))
+        for name, reason in rebuilt.not_applicable.items():
+            typer.echo(hanging(f"{name}: ", f"does not apply ({reason})"))
+        typer.echo(f"Best fit: {rebuilt.best}. Pictures and tensors: {folder}\n")
+        typer.echo(hanging("", rebuilt.verdict))
+        typer.echo(f"Picture: {folder / rebuilt.picture(rebuilt.best)}")
     return 0

@@ -1,5 +1,6 @@
 """`gradveil audit`: what can be rebuilt from the updates, under every defense and attack."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from gradveil.auditing.case import Case
 from gradveil.auditing.condition import Condition, untold
@@ -21,10 +22,11 @@ from gradveil.auditing.spec import AuditSpec, make_spec, read_spec
 from gradveil.cli.options import Given, Quiet
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
-from gradveil.core.text import plain
+from gradveil.core.text import plain, plural
 from gradveil.processes.worker import cores
 from gradveil.report import print_summary
 from gradveil.report.audit_report import Report
+from gradveil.report.fitted_table import FittedColumn, FittedTable
 from gradveil.report.pipeline import check_file, github_annotations, write_junit
 from gradveil.report.words import needed_sentence, seconds_text, visible
 from gradveil.storage.run_folder import RunFolder
@@ -130,16 +132,21 @@ def _show_plan(case: Case, execution: Execution) -> None:
     folder, plan = RunFolder(execution.out or default_folder(case)), make_plan(case)
     folder.check(identity_of(case))
     estimate = Estimate(case, plan)
-    table = Table("cell", "kind", "CPU seconds", box=None, pad_edge=False)
+    table = FittedTable([FittedColumn("cell"), FittedColumn("kind", left_out=1), FittedColumn("CPU seconds", "right")])
+    reasons = Counter[str]()
     expected, limit = dict[str, float](), 0.0
     for cell in plan:
         stored = folder.read(cell.key) is not None
         time = CellTime(0.0, 0.0) if stored else estimate.cell(cell)
         expected[cell.key] = time.seconds
         limit += time.limit
-        table.add_row(str(cell), cell.kind, "stored" if stored else time.reason or f"{time.seconds:.1f}")
+        if time.reason:
+            reasons[time.reason] += 1
+        table.add_row(plain(str(cell)), cell.kind, "stored" if stored else "not run" if time.reason else f"{time.seconds:.1f}")
     console = Console()
     console.print(table)
+    for reason, count in reasons.items():
+        console.print(Text(f"Not run ({plural(count, 'cell')}): {plain(reason)}"))
     workers = max(1, cores() if execution.workers is None else execution.workers)
     wall = wall_seconds(plan.cells, expected, workers)
     console.print(

@@ -69,6 +69,8 @@ class CommandParameter:
     help: str
     metavar: str | None
     required: bool
+    least: float | None = None  # of a number
+    most: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -47,17 +45,13 @@ def command(
 def _show(comparison: Comparison, every: bool) -> None:
     from gradveil.core.text import plain
     from gradveil.report.compare import METRICS
+    from gradveil.report.fitted_table import FittedColumn, FittedTable
 
     console = Console()
     console.print(Text(f"{plain(comparison.scopes[0])}; {comparison.method}", "dim"))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("defense", overflow="fold", min_width=7)
-    table.add_column("attack", overflow="fold", min_width=6)
-    table.add_column("metric", min_width=8)
-    for name in ("first", "second"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("change (95%)", justify="right", min_width=8)
-    table.add_column("reading", min_width=7)
+    columns = [FittedColumn("defense"), FittedColumn("attack"), FittedColumn("metric"), FittedColumn("first", "right")]
+    columns += [FittedColumn("second", "right"), FittedColumn("change (95%)", "right", 1), FittedColumn("reading")]
+    table = FittedTable(columns)
     for defense in comparison.defenses:
         name = shown = plain(defense.spec)
         for i, row in enumerate(defense.rows):
@@ -67,13 +61,13 @@ def _show(comparison: Comparison, every: bool) -> None:
                 reading = Text(change.reading, _STYLES.get(change.reading, ""))
                 attack = plain(row.attack) if change is row.changes[0] else ""
                 cells = (shown, attack, METRICS[change.metric], *change.texts)
-                table.add_row(*(Text(c) for c in cells), reading)
+                table.add_row(*cells, reading)
                 shown = ""  # said once
         if defense.accuracy.difference is not None:
             cells = (shown, "", "accuracy", *defense.accuracy.texts)
-            table.add_row(*(Text(c) for c in cells), Text(defense.accuracy.reading))
+            table.add_row(*cells, defense.accuracy.reading)
         if not defense.rows:
-            table.add_row(Text(name), Text("no attack ran in both"))
+            table.add_row(name, "no attack ran in both")
         table.add_section()
     console.print()
     console.print(table)

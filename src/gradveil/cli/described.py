@@ -39,6 +39,7 @@ def _parameter(command: str, described: CommandParameter) -> inspect.Parameter:
     values = _completed(command, described)
     if described.words:
         info = typer.Option(*described.words, help=described.help, metavar=described.metavar, autocompletion=values)
+        info.min, info.max = described.least, described.most
     else:
         info = typer.Argument(help=described.help, metavar=described.metavar, autocompletion=values)
     info.show_default = False

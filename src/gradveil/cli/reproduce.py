@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
 
 from gradveil.cli.list import print_kind
 from gradveil.cli.options import Quiet
@@ -106,10 +105,12 @@ def _chosen(wanted: list[str]) -> "list[Recipe]":
 
 def _show_plan(recipe: "Recipe", scale: Scale) -> None:
     from gradveil.recipes.plan import make_plan
+    from gradveil.report.fitted_table import FittedColumn, FittedTable
     from gradveil.report.words import seconds_text
 
     lines = make_plan(recipe.at(scale))
-    table = Table("work", "cells", "iterations or images", "time", box=None, pad_edge=False)
+    numbers = [FittedColumn(name, "right") for name in ("cells", "iterations or images", "time")]
+    table = FittedTable([FittedColumn("work"), *numbers])
     for line in lines:
         count = f"{line.iterations:,}" if line.iterations else ""
         table.add_row(line.text, str(line.cells), count, seconds_text(line.seconds))

@@ -2,45 +2,39 @@
 
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from gradveil.core.text import plain
 from gradveil.report import words
+from gradveil.report.fitted_table import FittedColumn, FittedTable
 from gradveil.summary import CANNOT_TELL, LEAKS, UNREFUTED, NextStep, Summary
 
 VERDICT_STYLES = {LEAKS: "bold red", CANNOT_TELL: "yellow", UNREFUTED: "yellow"}  # what needs attention; the rest stays plain
 
 
-def table(summary: Summary) -> Table:
+def table(summary: Summary) -> FittedTable:
     """One line per defense: the verdict, what the worst attacks got, what it costs; below them the baseline."""
     costs = any(d.accuracy is not None for d in summary.defenses)
     cosines = not costs and any(d.cosine is not None for d in summary.defenses)
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    out.add_column("defense", overflow="fold", min_width=8)
-    out.add_column("verdict", min_width=6)  # so far left that no narrow window hides it
-    out.add_column("best attack", overflow="fold", min_width=6)
-    for name in ("PSNR", "SSIM", "ASR"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("identified", justify="right", min_width=4)
-    for name in ("accuracy", "PDM") if costs else ("cosine",) if cosines else ():
-        out.add_column(name, justify="right", no_wrap=True)
+    columns = [FittedColumn("defense"), FittedColumn("verdict"), FittedColumn("best attack", left_out=1)]
+    columns += [FittedColumn("PSNR", "right", 2), FittedColumn("SSIM", "right", 6), FittedColumn("ASR", "right", 5)]
+    columns += [FittedColumn("identified", "right")]
+    columns += [FittedColumn("accuracy", "right", 3), FittedColumn("PDM", "right", 4)] if costs else []
+    columns += [FittedColumn("cosine", "right", 7)] if cosines else []
+    out = FittedTable(columns)
     for defense in summary.defenses:
         extra = []
         if costs:
             extra = [words.percent(defense.accuracy, 1), words.digits(defense.loss, 1)]
         if cosines:
             extra = [words.digits(defense.cosine)]
-        # Text, not strings: brackets in a spec are no markup.
         verdict = Text(defense.verdict, VERDICT_STYLES.get(defense.verdict, ""))
-        best = Text(plain(defense.best.spec) if defense.best else words.NOTHING)
-        out.add_row(Text(plain(defense.spec)), verdict, best, *words.figures(defense.worst), *extra)
+        best = plain(defense.best.spec) if defense.best else words.NOTHING
+        out.add_row(plain(defense.spec), verdict, best, *words.figures(defense.worst), *extra)
     if summary.baseline:
-        blanks = [""] * (2 * costs + cosines)
         out.add_section()
-        out.add_row("baseline", "", "no update", *words.figures(summary.baseline), *blanks, style="dim")
+        out.add_row("baseline", "", "no update", *words.figures(summary.baseline), style="dim")
     return out
 
 
@@ -50,6 +44,9 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print()
     console.print(table(summary))
     console.print()
+    rows = [row for defense in summary.defenses for row in defense.attacks if row.status == "not applicable"]
+    for reason in dict.fromkeys(row.error or row.spec for row in rows):  # most are the same under every defense
+        console.print(Text(f"Not applicable: {plain(reason)}", "dim"))
     for caveat in words.caveats(summary):
         console.print(Text(f"Warning: {plain(caveat.text)}", "yellow"))
     for defense in summary.defenses:

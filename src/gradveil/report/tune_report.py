@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from gradveil.auditing.export import requirement, usage
@@ -23,6 +21,7 @@ from gradveil.protection.audited import Protection
 from gradveil.report import words
 from gradveil.report.audit_report import Report
 from gradveil.report.chart import privacy_utility
+from gradveil.report.fitted_table import FittedColumn, FittedTable
 from gradveil.report.html import write_report
 from gradveil.report.page import page
 from gradveil.report.terminal import VERDICT_STYLES, print_steps
@@ -83,6 +82,7 @@ class TuneReport:
 
 # Of the terminal's table; the interval of the line-up is on the page.
 _COLUMNS = {"identified": "identified", "line-up": "line_up_rate", "proved": "promised", "loss, %": "loss"}
+_LEFT_OUT = {"line-up": 2, "proved": 1}  # in a narrow window
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,15 @@ def print_tune(report: TuneReport, console: Console) -> None:
     tuned = report.summary
     console.print(Text(plain(tuned.scope), "dim"))
     console.print()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("setting", overflow="fold", min_width=8)
-    table.add_column("verdict", min_width=6)
     lines = rows(tuned)
     columns = {name: [getattr(row, field) for row in lines] for name, field in _COLUMNS.items()}
     columns = {name: texts for name, texts in columns.items() if any(text not in ("", words.NOTHING) for text in texts)}
-    for name in columns:
-        table.add_column(name, justify="right", min_width=4)
+    numbers = [FittedColumn(name, "right", left_out=_LEFT_OUT.get(name, 0)) for name in columns]
+    table = FittedTable([FittedColumn("setting"), FittedColumn("verdict"), *numbers])
     for i, row in enumerate(lines):
         style = "bold" if row.setting and row.spec == tuned.recommended else ""
         verdict = Text(row.verdict, VERDICT_STYLES.get(row.verdict, ""))
-        texts = [texts[i] for texts in columns.values()]
-        table.add_row(Text(plain(row.spec)), verdict, *texts, style=style)
+        table.add_row(plain(row.spec), verdict, *(texts[i] for texts in columns.values()), style=style)
     console.print(table)
     console.print()
     for family in tuned.families:
