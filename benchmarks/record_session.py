@@ -1,6 +1,6 @@
 """Write docs/first-session.md: what a first session looks like in a terminal of 80 columns, as the commands print it.
 
-    python benchmarks/record_session.py
+`python benchmarks/record_session.py` runs them in an empty folder; it takes half a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = {
 
 def main() -> None:
     lines = ["# A first session", ""]
-    lines += ["Recorded by `benchmarks/record_session.py` in a terminal of 80 columns. Lines that begin with `$` were typed.", ""]
+    lines += ["Recorded by `benchmarks/record_session.py` in 80 columns. Lines that begin with `$` were typed.", ""]
     with tempfile.TemporaryDirectory() as folder:
         for text, command in STEPS.items():
             lines += [text, "", "```text", *f"$ {command}".splitlines(), *output(command, Path(folder)), "```", ""]
@@ -40,9 +40,8 @@ def output(command: str, folder: Path) -> list[str]:
     """What the command prints, progress included, without the spaces at the ends of lines."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": str(WIDTH), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-    )
+    command = f"{{ {command}\n}} 2>&1"  # progress too
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return [line.rstrip() for line in done.stdout.splitlines()]
 
 

@@ -1,6 +1,6 @@
 """Write src/gradveil/cli/catalogue.json: all that `gradveil list`, `show`, `--help` and completion say.
 
-    python tests/record_catalogue.py
+`python tests/record_catalogue.py` reads the registries, the recipes, their stored results and the commands themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gradveil.cli.described import TYPES  # noqa: E402
 from gradveil.cli.options import with_options  # noqa: E402
 from gradveil.core.options import types_of  # noqa: E402
 from gradveil.core.settings import Registry, default_of, fields_of  # noqa: E402
-from gradveil.data.catalogue import EMBEDDED, NAMED_SETS  # noqa: E402
+from gradveil.data.catalogue import EMBEDDED, NAMED_SETS, NamedSet  # noqa: E402
 from gradveil.defenses import STAGES, Defense  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "stored"
@@ -56,11 +56,15 @@ PAPER = re.compile(rf"{AUTHOR}(?:(?:, {AUTHOR})*(?: and {AUTHOR})?|(?: et al\.))
 def current() -> Catalogue:
     return Catalogue(
         tuple(card(kind, cls) for kind, registry in REGISTRIES.items() for cls in registry),
-        tuple(ListedName(entry.name, entry.description, "" if entry is EMBEDDED else entry.files) for entry in NAMED_SETS.values()),
+        tuple(ListedName(named.name, named.description, needed_files(named)) for named in NAMED_SETS.values()),
         tuple(ListedName(name, preset.description) for name, preset in PRESETS.items()),
         tuple(recipe(name) for name, _ in recipes.names()),
         {name: command(name) for name in COMMANDS},
     )
+
+
+def needed_files(named: NamedSet) -> str:
+    return "" if named is EMBEDDED else named.files
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
@@ -73,9 +77,12 @@ def card(kind: str, cls: type) -> MethodCard:
     paper = PAPER.search(" ".join(doc.split())) or PAPER.search(" ".join(module.split()))
     explained = meanings(doc)
     settings = tuple(setting(name, field, explained[name]) for name, field in fields_of(cls).items())
-    whole = "\n\n".join(part for part in (text, module) if part)
-    facts = dict(facts_of(cls))
-    return MethodCard(kind, cls.name, idea, whole, paper[0] if paper else "", facts, settings, tuple(examples(kind, cls.name, doc)))
+    whole, facts, shown = (
+        "\n\n".join(part for part in (text, module) if part),
+        dict(facts_of(cls)),
+        examples(kind, cls.name, doc),
+    )
+    return MethodCard(kind, cls.name, idea, whole, paper[0] if paper else "", facts, settings, tuple(shown))
 
 
 def facts_of(cls: type) -> Iterator[tuple[str, str]]:

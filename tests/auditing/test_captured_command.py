@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 from captured_update import FACTORY, LABEL, MEAN, SHAPE, STD, gradient, network, refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,12 +35,32 @@ def test_the_command_rebuilds(elsewhere: Path, image: Tensor, capsys: pytest.Cap
     assert main([*COMMAND, *SPACE, "--out", "rebuilt"]) == 0
     out = capsys.readouterr().out
     assert "Best fit: rgap" in out
+    assert "This update was made from something very like this picture: its update explains 100%" in " ".join(out.split())
+    assert out.rstrip().endswith("rebuilt/rgap.png") and max(map(len, out.splitlines())) <= 100
     assert f"labels {LABEL}" in out
     found = load_file(elsewhere / "rebuilt" / "rgap.safetensors")["images"]
     assert float(psnr(image, found).min()) >= 30
     assert (elsewhere / "rebuilt" / "rgap.png").is_file()
     assert main([*COMMAND, *SPACE, "--out", "again", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_command_ends_with_what_was_recovered_and_what_that_does_not_say(
+    elsewhere: Path, image: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = gradient(network(), image, [LABEL])
+    length = torch.cat([g.flatten() for g in sent.values()]).norm()
+    entries = sum(g.numel() for g in sent.values())
+    verdicts = []
+    for share in (0.5, 20):  # noise, in lengths of the update
+        rng = torch.Generator().manual_seed(0)
+        noisy = {n: g + share * length / entries**0.5 * torch.randn(g.shape, generator=rng) for n, g in sent.items()}
+        save_file(noisy, elsewhere / "u.safetensors")
+        assert main([*COMMAND[:-1], "ig:steps=150", *SPACE, "--labels", str(LABEL), "--out", f"noise{share}"]) == 0
+        verdicts.append(json.loads((elsewhere / f"noise{share}" / "attack.json").read_text())["verdict"])
+        assert verdicts[-1] in " ".join(capsys.readouterr().out.split())
+    assert verdicts[0].startswith("This update may have been made from something like this picture")
+    assert verdicts[1].startswith("Nothing was recovered") and "That is no protection" in verdicts[1]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_every_setting_of_every_method_has_a_meaning() -> None:
 
 
 def test_the_parts_of_args_are_read() -> None:
-    text = "Line.\n\nArgs:\n    a, b: two settings,\n        on two lines: with a colon.\n    c: a third one.\n\nExample:\n    >>> x\n"
+    text = "Args:\n    a, b: two settings,\n        on two lines: with a colon.\n    c: a third one.\n\nExample:\n    >>> x\n"
     assert record_catalogue.meanings(text) == {
         "a": "two settings, on two lines: with a colon.",
         "b": "two settings, on two lines: with a colon.",

@@ -16,8 +16,8 @@ PIECES |= {"dcs2+", "gaussian:", "std=1e+3"}
 
 
 def shown(width: int) -> list[str]:
-    columns = [FittedColumn("defense"), FittedColumn("verdict"), FittedColumn("PSNR", "right", 1), FittedColumn("SSIM", "right", 2)]
-    table = FittedTable([*columns, FittedColumn("identified", "right")])
+    numbers = [FittedColumn("PSNR", "right", 1), FittedColumn("SSIM", "right", 2), FittedColumn("identified", "right")]
+    table = FittedTable([FittedColumn("defense"), FittedColumn("verdict"), *numbers])
     for spec in SPECS:
         table.add_row(spec, Text("no leak shown", "red"), "159.9", "1.00", "100% (40–100%)")
     table.add_section()

@@ -45,6 +45,23 @@ def test_it_fits_the_width_and_never_loses_the_verdict(summary: dict[str, Any], 
     assert text.count("leaks") >= 2
 
 
+def test_a_reason_that_an_attack_does_not_apply_is_told_once_below_the_table(summary: dict[str, Any]) -> None:
+    reason = "attack 'rgap' does not apply: it needs a straight line of convolutions."
+    for defense in summary["defenses"]:
+        row = {**defense["attacks"][0], "spec": "rgap", "status": "not applicable", "error": reason}
+        defense["attacks"] = [*defense["attacks"], row]
+    lines = shown(summary).splitlines()
+    (told,) = [number for number, line in enumerate(lines) if "does not apply" in line]
+    assert lines[told] == f"Not applicable: {reason}"
+    assert told > next(number for number, line in enumerate(lines) if line.startswith("baseline"))
+
+
+def test_names_stay_whole_in_80_columns(summary: dict[str, Any]) -> None:
+    summary["defenses"][1]["spec"] = "graddefense:std=0.01,slices=10"
+    text = shown(summary, 80)
+    assert all(part in text.partition("Warning")[0] for part in ("graddefense:", "std=0.01,", "slices=10"))
+
+
 def test_colours_only_where_they_are_wanted(summary: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[1;31m" in shown(summary, force_terminal=True, color_system="standard")

@@ -45,7 +45,9 @@ MAX_PIXELS = 1 << 26  # of all images of a batch together, in all channels; an a
 # Of the squared difference between the update of rebuilt images and the captured one, as a share of its size.
 ALIKE = 1e-4  # one percent of its length
 HALF = 0.5
-NOT_ALONE = "Other images may send the same update, above all in a batch or where it has fewer numbers than the images have pixels."
+NOT_ALONE = (
+    "Other images may send the same update, above all in a batch or where it has fewer numbers than the images have pixels."
+)
 NO_PROTECTION = (
     "That is no protection: a stronger attack, a larger budget, the right labels or more of the client's settings may succeed."
 )

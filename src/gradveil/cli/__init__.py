@@ -71,14 +71,12 @@ class _Commands(typer.core.TyperGroup):
 
         return parser_of(importlib.import_module(f"gradveil.cli.{cmd_name}").command)
 
-    def resolve_command(
-        self, ctx: click.Context, args: Sequence[str]
-    ) -> tuple[str | None, click.Command | None, Sequence[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name, *others = args
         if name in COMMANDS and "--help" in others:
             return name, _described(name), others
         with _loading(name, quiet="--quiet" in others or name in LIGHT):
-            return super().resolve_command(ctx, [*args])
+            return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -97,7 +97,11 @@ class Catalogue:
     def names(self, kind: str) -> list[str]:
         if kind in METHODS:
             return [method.name for method in self.methods_of(kind)]
-        entries = {"data": self.data, "presets": self.presets, "recipes": self.recipes}
+        entries: dict[str, tuple[ListedName | ListedRecipe, ...]] = {
+            "data": self.data,
+            "presets": self.presets,
+            "recipes": self.recipes,
+        }
         return [entry.name for entry in entries[kind]]
 
 

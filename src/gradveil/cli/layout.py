@@ -28,8 +28,6 @@ def paragraphs(text: str) -> str:
     """Paragraphs, and the items of numbered lists, each as wide as the terminal."""
     blocks = []
     for paragraph in re.split(r"\n\s*\n", text):
-        items = re.split(r"\n(?=\d+\. )", paragraph)
-        heads = [re.match(r"(\d+\. )?", item) for item in items]
-        lines = [hanging(head[0], " ".join(item[head.end() :].split())) for item, head in zip(items, heads, strict=True) if head]
-        blocks.append("\n".join(lines))
+        items = [re.findall(r"^(\d+\. )?(.*)", item, re.DOTALL)[0] for item in re.split(r"\n(?=\d+\. )", paragraph)]
+        blocks.append("\n".join(hanging(number, " ".join(item.split())) for number, item in items))
     return "\n\n".join(blocks)

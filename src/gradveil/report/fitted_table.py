@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from rich import box
@@ -81,7 +82,7 @@ def _total(widths: dict[int, int]) -> int:
 def _least(text: str) -> int:
     """The width below which a name or number would be broken. What continues a name is indented."""
     parts = _BREAKS.split(text)
-    within = [part for before, part in zip(parts, parts[1:], strict=False) if not before[-1:].isspace()]
+    within = [part for before, part in pairwise(parts) if not before[-1:].isspace()]
     return max([*(cell_len(part.rstrip()) for part in parts), *(1 + cell_len(part.rstrip()) for part in within)])
 
 

@@ -17,8 +17,9 @@ class FlowerLocal(Defense):
     """Scale the update down to `clipping_norm`, and add noise of std `sensitivity` · √(2 ln(1.25 / `delta`)) / `epsilon`.
 
     Flower's `LocalDpMod` with the settings that it has: `clip` and then `gaussian`, with the noise by the classical formula
-    (Dwork and Roth 2014) for one round. Whether the noise keeps (`epsilon`, `delta`) depends on `sensitivity`, which Flower does not compare with
-    `clipping_norm`: two clipped updates may be 2 · `clipping_norm` apart. `gradveil certify` says what the noise promises.
+    (Dwork and Roth 2014) for one round. Whether the noise keeps (`epsilon`, `delta`) depends on `sensitivity`, which Flower
+    does not compare with `clipping_norm`: two clipped updates may be 2 · `clipping_norm` apart. `gradveil certify` says
+    what the noise promises.
 
     Args:
         clipping_norm: bound of the L2 norm over all tensors, in units of the update.
