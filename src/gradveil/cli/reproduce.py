@@ -14,16 +14,14 @@ from gradveil.core.settings import settings
 from gradveil.core.text import plural
 
 if TYPE_CHECKING:
-    from gradveil.recipes import Recipe
-
-Scale = Literal["cpu", "paper"]  # as in gradveil.recipes, which loads torch
+    from gradveil.recipes import Recipe, Scale  # which load torch
 
 
 @settings
 class Reproduction:
     """At which scale recipes run, and where."""
 
-    scale: Scale = Field(default="cpu", description="cpu (small), or paper (its settings).")
+    scale: Literal["cpu", "paper"] = Field(default="cpu", description="cpu (small), or paper (its settings).")
     out: Path = Field(default=Path("runs/papers"), description="Folder of all cells; resumes.")
     docs: Path | None = Field(default=None, description="Write the pages of all results there.")
     device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
@@ -103,7 +101,7 @@ def _chosen(wanted: list[str]) -> "list[Recipe]":
     return [load(name) for name in dict.fromkeys(chosen)]
 
 
-def _show_plan(recipe: "Recipe", scale: Scale) -> None:
+def _show_plan(recipe: "Recipe", scale: "Scale") -> None:
     from gradveil.recipes.plan import make_plan
     from gradveil.report.fitted_table import FittedColumn, FittedTable
     from gradveil.report.words import seconds_text

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BREAKS = re.compile(r"(?<=\s)(?=\S)|(?<=[:,])(?=[^\d\s])|(?<=\+)(?=[A-Za-z])")
-GAP = 2  # columns between two of the table: one of padding, one of the box
+GAPS = (2, 1)  # spaces between columns: one of the box and one of padding, or where that is too wide the first alone
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class FittedTable:
         self.sections.add(len(self.lines) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = self._widths(options.max_width)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
+        gap, widths = self._widths(options.max_width)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
         for i, width in widths.items():
             column = self.columns[i]
             table.add_column(_packed(column.header, width), justify=column.justify, width=width, overflow="fold")
@@ -58,25 +58,28 @@ class FittedTable:
             table.add_row(*packed, style=Style.parse(style), end_section=number in self.sections)
         yield table
 
-    def _widths(self, room: int) -> dict[int, int]:
-        """The width of each column that is shown."""
+    def _widths(self, room: int) -> tuple[int, dict[int, int]]:
+        """The spaces between columns, and the width of each column that is shown."""
         texts = [[column.header, *(cells[i].plain for cells, _ in self.lines)] for i, column in enumerate(self.columns)]
+        widths = {i: max(map(cell_len, column)) for i, column in enumerate(texts)}
+        gap = next((gap for gap in GAPS if _total(widths, gap) <= room), GAPS[-1])
         least = {i: max(map(_least, column)) for i, column in enumerate(texts)}
         for i in sorted(least, key=lambda i: -self.columns[i].left_out):
-            if self.columns[i].left_out and _total(least) > room:
-                del least[i]
-        widths = {i: max(map(cell_len, texts[i])) for i in least}
-        while _total(widths) > room:
+            if self.columns[i].left_out and _total(least, gap) > room:
+                del least[i], widths[i]
+        while _total(widths, gap) > room:
             slack = {i: width - least[i] for i, width in widths.items()}
-            widest = max(slack, key=slack.__getitem__) if any(slack.values()) else max(widths, key=widths.__getitem__)
+            widest = (
+                max(slack, key=slack.__getitem__) if any(s > 0 for s in slack.values()) else max(widths, key=widths.__getitem__)
+            )
             if widths[widest] == 1:
                 break
             widths[widest] -= 1
-        return widths
+        return gap, widths
 
 
-def _total(widths: dict[int, int]) -> int:
-    return sum(widths.values()) + GAP * (len(widths) - 1)
+def _total(widths: dict[int, int], gap: int) -> int:
+    return sum(widths.values()) + gap * (len(widths) - 1)
 
 
 def _least(text: str) -> int:
