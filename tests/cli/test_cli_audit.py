@@ -156,3 +156,14 @@ def test_a_folder_that_holds_something_else_is_one_line(gradveil, archive, tmp_p
     assert code == 2 and err.count("\n") == 1 and "holds no audit" in err
     assert gradveil("report", str(tmp_path))[0] == 2
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_plan_fits_80_columns_and_tells_once_why_an_attack_does_not_apply(gradveil, archive, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--data", archive, "--model", "smlp", "--attack", "rgap", "--defense", "prune:ratio=0.9", "--victims", "1"]
+    code, out, _ = gradveil("audit", *words, "--out", str(tmp_path / "run"), "--plan")
+    assert code == 0 and "\x1b" not in out
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert [line.endswith("not run") for line in lines if line.startswith("rgap under ")] == [True, True]
+    assert out.count("does not apply") == 1 and "Not run (2 cells): attack 'rgap' does not apply" in out
+    assert max(map(len, lines)) <= 80

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import Field
-from rich.console import Console
 
 from gradveil.cli.list import print_kind
 from gradveil.cli.options import Quiet
@@ -45,6 +44,8 @@ def command(
     if listed:
         print_kind("recipes")
         return 0
+    from rich.console import Console
+
     from gradveil.auditing.limits import find_device
     from gradveil.auditing.progress import display_on
     from gradveil.auditing.run import Stopped
@@ -102,6 +103,8 @@ def _chosen(wanted: list[str]) -> "list[Recipe]":
 
 
 def _show_plan(recipe: "Recipe", scale: "Scale") -> None:
+    from rich.console import Console
+
     from gradveil.recipes.plan import make_plan
     from gradveil.report.fitted_table import FittedColumn, FittedTable
     from gradveil.report.words import seconds_text
