@@ -277,11 +277,11 @@ def test_shifting_hides_most_on_cifar() -> None:
     from gradveil.data import load
 
     data = load("cifar10")
-    module = build("convnet:width=4", input_shape=data.input_shape, num_classes=10)
-    search = Search(images=6, points=7, epochs=4)
+    module = build("convnet:width=8", input_shape=data.input_shape, num_classes=10)
+    search = Search(images=64, points=7, epochs=8)  # fewer images or epochs leave the first two to rounding
     task = data.task(ModelFunction(module))
     trained = half_trained(task, data.private, search)
-    tensors = {"images": data.test.x[:6], "labels": data.test.y[:6]}
+    tensors = {"images": data.test.x[:64], "labels": data.test.y[:64]}
     tensors |= {f"fresh.{n}": t for n, t in task.model.state().items()}
     scorer = Scorer(task, tensors | {f"trained.{n}": t for n, t in trained.items()}, search)
     assert scorer.privacy((3,)) < scorer.privacy(()) < scorer.privacy((9,))

@@ -56,7 +56,9 @@ def test_sensitivity_equals_one_image_and_tensor_at_a_time() -> None:
             loss = nn.functional.cross_entropy(f.module(x), batch.y[i : i + 1]) / len(batch)
             (g,) = torch.autograd.grad(loss, parameter, create_graph=True)
             norms.append(torch.autograd.grad(g.sum(), x)[0].norm())
-        assert torch.allclose(row, torch.stack(norms).mean(), rtol=1e-4)
+        assert torch.allclose(
+            row, torch.stack(norms).mean(), rtol=1e-4, atol=1e-6
+        )  # under softmax the last one is rounding alone
 
 
 def test_a_softmax_classifier_has_no_sensitivity_of_this_kind() -> None:
