@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from gradveil.cli.list import first_line
+from gradveil.cli.catalogue import catalogue
 from gradveil.core.errors import UserError
 from gradveil.core.kernels import plain_kernels
 from gradveil.models import MODELS, build
@@ -156,8 +156,9 @@ def test_images_that_are_too_small(spec: str, side: int) -> None:
 
 def test_every_network_is_described_in_one_line() -> None:
     assert len(ALL) == len(set(ALL)) == len(list(MODELS))
-    for network in MODELS:
-        description = first_line(network)
+    described = {card.name: card.idea for card in catalogue().methods_of("models")}
+    assert described.keys() == {network.name for network in MODELS}
+    for description in described.values():
         assert 20 < len(description) < 120
         assert description.endswith(".")
     asked = {"lenet", "lenet4", "smlp", "dmlp", "ffn", "convnet", "resnet20", "resnet20-4", "resnet18", "resnet34"}
