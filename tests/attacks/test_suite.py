@@ -136,5 +136,5 @@ def test_an_older_suite_stays_runnable_by_its_name() -> None:
     assert suite_named("standard") is NEWEST is SUITES[-1] and suite_named("swift") is None
     assert suite_attacks(Clip(), suite=SUITES[0]) == ["linear", "rgap", "swift", "clip-aware"]
     assert suite_attacks(Clip()) == [
-        *("linear", "rgap", "april", "token-span", "patch-span", "features", "swift", "clip-aware")
+        *("linear", "rgap", "april", "token-span", "features", "patch-span", "swift", "clip-aware")
     ]

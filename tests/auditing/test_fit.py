@@ -38,11 +38,11 @@ def case(**changes: object) -> Case:
 
 @pytest.fixture
 def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell takes a time that is known, half of it whatever the number of victims; `linear` does not apply."""
+    """Every cell takes a time that is known, half of it whatever the number of victims; two attacks do not apply."""
 
     def seconds(self: Estimate, cell: Cell) -> CellTime:
         work = {**SECONDS, **COUNTERS, "utility": 100.0, "line-up": 10.0}.get(cell.attack or cell.kind, 0.0)
-        return CellTime(work, work, "not here" if cell.attack == "linear" else None, work / 2)
+        return CellTime(work, work, "not here" if cell.attack in ("linear", "patch-span") else None, work / 2)
 
     monkeypatch.setattr(Estimate, "cell", seconds)
     monkeypatch.setattr(fitting, "expected_power", lambda case: (None, ()))

@@ -37,15 +37,16 @@ class Suite:
     """The attacks on any defense; counters come on top."""
 
     name: str
-    first: tuple[str, ...]  # in every budget, before the matching ones
+    first: tuple[str, ...]  # in every budget, before all others; fast
+    searches: tuple[str, ...] = ()  # in every budget, before the matching ones
 
     def common(self, budget: Budget) -> tuple[str, ...]:
-        return (*self.first, *MATCHING[budget])
+        return (*self.first, *self.searches, *MATCHING[budget])
 
 
 SUITES = (
     Suite("standard-v1", ("linear", "rgap")),
-    Suite("standard-v2", ("linear", "rgap", "april", "token-span", "patch-span", "features")),
+    Suite("standard-v2", ("linear", "rgap", "april", "token-span", "features"), ("patch-span",)),
 )
 NEWEST = SUITES[-1]
 

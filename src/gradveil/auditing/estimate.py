@@ -22,7 +22,7 @@ from gradveil.core.types import Tensors
 from gradveil.storage.run_folder import Outcome, StoredCell
 
 AT_ONCE = 0.1  # CPU seconds of one iteration on so many victims as are tried; on others their time is extrapolated
-SHORT = 2.0  # CPU seconds of a try that is worth a second one
+SHORT = 5.0  # CPU seconds of a try that is worth a second one
 PATIENCE = 15.0  # CPU seconds after which an attack is not tried on a second defense
 
 

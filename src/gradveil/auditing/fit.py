@@ -89,10 +89,14 @@ class Fit:
         return cell.attack not in settings.without and not left_out.get(cell.kind, False)
 
     def attacks(self, wanted: Callable[[str], bool]) -> list[str]:
-        """Those of the suite that are wanted, by the time that they take under all defenses, the longest first."""
+        """Those of the suite that are wanted, by the time that they take under all defenses, the longest first.
+
+        One that applies nowhere takes no time, and is not left out.
+        """
         named = {written(attack) for attack in self.case.spec.attacks}
-        total = dict.fromkeys((cell.attack for cell in self.cells if cell.kind == "attack"), 0.0)
-        for cell in self.cells:
+        attacked = [cell for cell in self.cells if cell.kind == "attack"]
+        total = {cell.attack: 0.0 for cell in attacked if self.times[cell.key].reason is None}
+        for cell in attacked:
             if cell.attack in total:
                 total[cell.attack] += self.times[cell.key].seconds
         return sorted((name for name in total if name not in named and wanted(name)), key=lambda name: -total[name])

@@ -182,11 +182,12 @@ def _portfolio(target: Target, insight: Insight, scale: float) -> Answer:
     mixed = PerRow(DISTANCES, torch.arange(each).repeat(victims))
     used, may_end = 0, target.shape[1] > 1 and not (is_sampled() and is_smooth(target.model.module))
     stages: list[tuple[Distance, tuple[float, int]]] = [*((mixed, s) for s in LADDER), (RelativeL2(), FINISH[0])]
+    end = 1 if is_sampled() else 0  # a search that is cut short does not tell whether it would end: some of the rest counts
     for stage, (distance, (weight, steps)) in enumerate(stages):
         x, count = _descend(target, insight, distance, weight, int(steps * factor), x)
         used += count
         score = residual(target, x, insight=insight)
-        if stage == 0 and may_end and not bool((score < FAR).any()):
+        if stage == end and may_end and not bool((score < FAR).any()):
             break  # kinks or noise prevent a fit of the batches, and a weaker prior does not help
     pick = score.unflatten(0, (victims, each)).argmin(1) + torch.arange(victims) * each
     if stage + 1 < len(stages):
