@@ -40,10 +40,11 @@ def mlp() -> nn.Module:
 
 
 MLP: dict[str, object] = {"data": "mnist", "model": "line_up:mlp", "victims": VICTIMS, "attacks": [NO_PICTURE]}
-TRAINED = {"trained_epochs": 1}
+ROUNDS, TRAINED = {"trained_rounds": 10}, {"trained_epochs": 1}  # to 85% and 95% on test images
 DEFENSES = ["gaussian:std=0.1", "dpsgd", "prune:ratio=0.9", "precode", "dcs2"]
 AUDITS: dict[str, dict[str, object]] = {
     **{f"mlp-{size}": {**MLP, "batch_size": size} for size in (8, 64)},
+    **{f"mlp-{size}-rounds": {**MLP, **ROUNDS, "batch_size": size} for size in (8, 32, 64, 256)},
     **{f"mlp-{size}-trained": {**MLP, **TRAINED, "batch_size": size} for size in (8, 32, 64, 256)},
 }
 AUDITS |= {
