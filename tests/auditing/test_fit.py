@@ -14,7 +14,7 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.auditing import fit as fitting
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate
-from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, START, Fit, Fitted, Settings, fit
+from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, SHORT_STEPS, START, Fit, Fitted, Settings, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
@@ -66,15 +66,32 @@ def test_what_does_not_fit_is_left_out_in_the_stated_order() -> None:
 
 
 @pytest.mark.usefixtures("known_times")
-def test_the_line_up_goes_before_victims_do_and_that_is_a_setting_and_said() -> None:
+def test_the_line_up_goes_after_victims_and_that_is_a_setting_and_said() -> None:
     tried = Fit(case(line_up=50), 1)
     tried.slowness = 1.0
-    assert tried.choose(START + 134) == Settings(16)  # under two defenses: 114, and 20 of the line-ups
-    assert tried.choose(START + 133) == Settings(16, line_up=False)
-    assert tried.choose(START + 113) == Settings(15, line_up=False)
-    fitted = fit(case(line_up=50, budget="quick"), 2, 1, time.monotonic() + (START + 120) / (1 - RESERVE))
+    # Under two defenses: closed forms 4, swift 80, the counter of one of them 30, the line-ups 20.
+    assert tried.choose(START + 134) == Settings(16)
+    assert tried.choose(START + 133) == Settings(15)
+    assert tried.choose(START + 134 * 0.625) == Settings(4)
+    assert tried.choose(START + 134 * 0.625 - 1) == Settings(4, line_up=False)
+    fitted = fit(case(line_up=50, budget="quick"), 2, 1, time.monotonic() + (START + 75) / (1 - RESERVE))
     assert fitted.case.spec.line_up == 0 and "left out: the line-up; expected" in fitted.note
     assert "line-up" not in {cell.kind for cell in make_plan(fitted.case)}
+
+
+@pytest.mark.usefixtures("known_times")
+def test_the_line_up_comes_before_many_steps_of_a_short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fit, "applies", lambda self, attack: attack == "swift")
+    monkeypatch.setitem(SECONDS, "swift", 5_000.0)
+    tried = Fit(case(line_up=50), 1)
+    tried.slowness = 1.0
+    shorter = tried.choose(START + 300)
+    assert isinstance(shorter, Settings) and shorter.line_up and "swift" in shorter.without
+    assert shorter.steps >= SHORT_STEPS and START + 290 < tried.seconds(shorter) <= START + 300
+    enough = tried.seconds(replace(shorter, steps=SHORT_STEPS))
+    assert tried.choose(enough - 1) == replace(
+        shorter, line_up=False, steps=tried._steps_within(enough - 1, replace(shorter, line_up=False))
+    )
 
 
 @pytest.mark.usefixtures("known_times")

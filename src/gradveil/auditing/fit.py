@@ -1,11 +1,12 @@
 """The best audit that fits in a number of minutes: settings are chosen before it begins, and written down like any others.
 
 What does not fit is left out in this order: a larger budget; the measurement of the accuracy; attacks of the suite that are
-neither among its first nor `swift` nor counters of a defense; the line-up; victims, as long as enough are left for a verdict;
+neither among its first nor `swift` nor counters of a defense; victims, as long as enough are left for a verdict; the line-up;
 counters; `swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed
 forms and the inversion of features, which are fast) and attacks that were named stay. If that is still too long, as many
 steps as fit of one search take the place of all others: of `features` where it applies to the control, else of `ig`. The
-accuracy is measured after all where what was left out later makes room for it.
+line-up comes back where it leaves room for a short search, of which it says more than longer ones do, and then the accuracy
+where it leaves room for a longer one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT, FEATURES = "swift", "features"
-LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000  # of what replaces them; with enough, the accuracy comes first
+# Steps of what replaces them: beyond a short search the line-up comes first, beyond enough steps the accuracy.
+LEAST_STEPS, SHORT_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 30, 200, 1_000
 CHOSEN = ("attacks", "victims", "budget", "without", "line_up")  # settings of an audit
 
 
@@ -109,13 +111,17 @@ class Fit:
     def choose(self, limit: float) -> Settings | float:
         """Settings within the limit; where there are none, the seconds of the smallest audit that was tried."""
         chosen = self._first_within(limit)
-        if isinstance(chosen, float) or chosen.utility:
+        if isinstance(chosen, float):
             return chosen
-        steps = min(chosen.steps, ENOUGH_STEPS)
-        measured = replace(chosen, utility=True, steps=steps)
-        if self.seconds(measured) > limit:
-            return chosen
-        return replace(measured, steps=self._steps_within(limit, measured)) if steps else measured
+        chosen = self._richer(chosen, replace(chosen, line_up=True), SHORT_STEPS, limit)
+        return self._richer(chosen, replace(chosen, utility=True), ENOUGH_STEPS, limit)
+
+    def _richer(self, plain: Settings, richer: Settings, steps: int, limit: float) -> Settings:
+        """The richer settings with as many steps of a short search as fit, if so many do; else the plain ones."""
+        richer = replace(richer, steps=min(richer.steps, steps))
+        if self.seconds(richer) > limit:
+            return plain
+        return replace(richer, steps=self._steps_within(limit, richer)) if richer.steps else richer
 
     def _first_within(self, limit: float) -> Settings | float:
         case = self.case
@@ -126,8 +132,8 @@ class Fit:
         for change in (
             *(["utility"] if case.spec.utility else []),
             *self.attacks(lambda name: name not in counters | first | {SWIFT}),
-            *(["line_up"] if case.spec.candidates else []),
             *(range(case.spec.victims - 1, self._least_victims() - 1, -1)),
+            *(["line_up"] if case.spec.candidates else []),
             *self.attacks(lambda name: name in counters - first),
             *self.attacks(lambda name: name in last),
         ):
