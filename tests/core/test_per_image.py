@@ -285,6 +285,31 @@ def test_weights_that_hide_a_layer_at_first_do_not_make_a_wrong_way_agree() -> N
     assert check(model, images(), y) == set()
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda m, x: x @ m.fc.weight.square().T,
+        lambda m, x: torch.stack([m.fc.weight.T]).squeeze(0).T.matmul(x.T).T.square(),
+        lambda m, x: F.linear(x, m.fc.weight.square()),
+        lambda m, x: F.bilinear(x, x, m.fc.weight[:, None] * x.new_ones(72, 1)),
+    ],
+)
+def test_a_second_use_that_a_buffer_hides_at_first_is_noticed(second: Callable[[Form, Tensor], Tensor]) -> None:
+    """A server may hide one of two uses of a parameter in the first round: a probe then sees no trace of it."""
+
+    def form() -> nn.Module:
+        def run(m: Form, x: Tensor) -> Tensor:
+            return m.fc(x.flatten(1)) + m.gate * second(m, x.flatten(1))
+
+        module = Form(run, fc=nn.Linear(72, CLASSES))
+        module.register_buffer("gate", torch.tensor(1.0))
+        return module
+
+    model, y = function(form), torch.arange(5) % CLASSES
+    clipped_sum(model, {**model.state(), "gate": torch.tensor(0.0)}, images(), y, {}, 1.0)
+    check(model, images(), y)
+
+
 def test_labels_of_one_class_do_not_hide_the_weights_of_a_loss() -> None:
     model = function(COVERED["convolution"], lambda outputs, y: F.cross_entropy(outputs, y, torch.tensor([1.0, 5.0, 2.0])))
     check(model, images(), torch.ones(5, dtype=torch.long))

@@ -5,7 +5,8 @@ One forward and one backward pass over the batch tell, for every call of a layer
 weighted sum; the gradients themselves are never in memory together, unless they are small. A parameter that is used in
 another way than in one call of one layer (tokens, positions) becomes a copy per image if that is right, and its gradients
 are computed image by image (`ModelFunction.gradients`) if not. Which of them is right is tried on made-up images and weights,
-and tried again where a parameter matters that did not matter then.
+and tried again where a parameter matters that did not matter then. In every pass each parameter must have its one use: a second
+one that weights or buffers hid from the trial is noticed.
 """
 
 import math
@@ -205,6 +206,8 @@ class _Calls(TorchFunctionMode):
                 return _ATTENTION(*args, **kwargs)
         outputs = func(*args, **kwargs)
         listened = self._listened(RULES[func], args, kwargs) if func in RULES else {}
+        for name in self._used((args, kwargs), outputs) - listened.keys():
+            self.sizes[name].append(math.nan)  # by another function, which no rule covers
         if not listened or not isinstance(outputs, Tensor):
             return outputs
         size = outputs.numel() / self.images
@@ -218,6 +221,11 @@ class _Calls(TorchFunctionMode):
         outputs.register_hook(lambda signal: self._read(listened, signal))
         return outputs
 
+    def _used(self, arguments: object, outputs: object) -> set[str]:
+        """The listened parameters among the arguments of a function that makes a tensor of them."""
+        used = {self.names[id(t)] for t in _tensors(arguments) if id(t) in self.names}
+        return used if used and any(id(t) not in self.names for t in _tensors(outputs)) else set()
+
     def _listened(self, rule: Rule, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Read]:
         reads: dict[str, Read] = {}
         for rows_first in (False, True) if self.turned else (False,):
@@ -230,6 +238,18 @@ class _Calls(TorchFunctionMode):
     def _read(self, listened: dict[str, Read], signal: Tensor) -> None:
         self.parts |= {name: read(signal) for name, read in listened.items()}
         listened.clear()  # and with it the inputs of the layer
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    """Those among arguments or results, in lists and dictionaries too."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 _ATTENTION = _inside(cast(FunctionType, F.multi_head_attention_forward))
