@@ -14,6 +14,10 @@ The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/anal
 5. The half of the images that is nearer to features and gradients is kept, and their mean taken: where they differ,
    nothing was known. This comes before step 4 where the features alone are more numbers than the pixels, or the budget
    does not suffice to match from every start.
+
+Where it does not, and the layer takes one number per channel of a single image (ResNets), nothing is tried: such features
+do not say where anything is. One image behind ResNet18: 89 others of its class are nearer to the answer after 64 CPU
+seconds; none is after 6 seconds of signed Adam.
 """
 
 import math
@@ -29,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
-from gradveil.attacks.layers import linear_layers, takes_one_row_per_image
+from gradveil.attacks.layers import linear_layers, pools_all_places, takes_one_row_per_image
 from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import PREFIX, FeatureMatch, Head, cut_before
@@ -63,7 +67,7 @@ class _Plan(NamedTuple):
     matches_every_start: bool
 
 
-@attack("features", targets="unused", version=5)
+@attack("features", targets="unused", version=6)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 
@@ -97,10 +101,14 @@ class FeatureInversion(Attack):
 
     def cost(self, work: Workload) -> Cost:
         plan = self._plan(work)
+        if self._cannot_win(work):
+            return Cost(0)
         every = plan.starts if plan.matches_every_start else 1
         return Cost(plan.inversion // CHEAPER + plan.matching * every // plan.starts, plan.starts)
 
     def run(self, target: Target) -> Answer:
+        if self._cannot_win(target.workload):
+            raise UserError(f"attack '{self.name}' does not apply: {TOO_LARGE}.")
         readings = read_each(target, layer_inputs)
         if not readings:
             raise UserError(f"attack '{self.name}' does not apply: {UNREADABLE}.")
@@ -135,6 +143,11 @@ class FeatureInversion(Attack):
         x = search.mean(x)
         return Answer(x, search.score(x), iterations=used)
 
+    def _cannot_win(self, work: Workload) -> bool:
+        """Whether features that do not say where anything is are all that the budget allows to use, of one image, which
+        other searches recover."""
+        return work.batch_size == 1 and not self._plan(work).matches_every_start and pools_all_places(work.task)
+
     def _plan(self, work: Workload) -> _Plan:
         """Steps and starts that the budget allows. Where it does not suffice to match from a few starts, only their mean is
         matched; where it does not suffice for one start, all steps are fewer."""
@@ -149,6 +162,7 @@ class FeatureInversion(Attack):
         return _Plan(inversion, matching, max(1, min(self.starts, FEW, inverted)), matches_every_start=False)
 
 
+TOO_LARGE = "the first fully connected layer takes averages over all places, and the network is too large to match gradients"
 UNREADABLE = "the first fully connected layer does not give away its inputs"
 
 
