@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.budget import SECONDS, Budget, Workload
+from gradveil.attacks.matching.features import FeatureInversion
 from gradveil.attacks.matching.swift import DISTANCES, Swift
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
@@ -42,3 +43,13 @@ def test_on_a_large_network_swift_spends_its_seconds_on_one_search() -> None:
     assert swift.cost(small).rows == len(DISTANCES)
     assert swift.cost(large) == (large.evaluations, 1, 0)
     assert Swift(adam_steps=0).cost(large).rows == len(DISTANCES)
+
+
+def test_the_inversion_of_features_stays_within_the_budget_of_every_network() -> None:
+    inversion = FeatureInversion()
+    assert inversion.cost(work(16)).rows == inversion.starts
+    for width in (2**14, 2**18, 2**20, 2**21, 2**23):
+        large = work(width)
+        cost = inversion.cost(large)
+        assert cost.iterations * cost.rows <= large.evaluations
+        assert 2 * cost.iterations * cost.rows >= min(large.evaluations, inversion.cost(work(16)).iterations)  # and uses it

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradveil.core.kernels import plain_kernels
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import torch_stream
+from gradveil.core.task import Task
 from gradveil.core.types import Tensors
 
 
@@ -64,6 +66,23 @@ def takes_one_row_per_image(observation: Observation, layer: str) -> bool:
 
     probe(observation, [observation.model.module.get_submodule(layer).register_forward_pre_hook(note)])
     return shapes == [2]
+
+
+def pools_all_places(task: Task) -> bool:
+    """Whether the first fully connected layer takes one number per channel of the layers before it."""
+    module, maps, widths = task.model.module, list[int](), list[int]()
+
+    def note(part: nn.Module, _: tuple[Tensor, ...], output: object) -> None:
+        if isinstance(part, nn.Linear):
+            widths.append(part.in_features)
+        elif isinstance(output, Tensor) and output.ndim == 4 and not widths:
+            maps.append(output.shape[1])
+
+    leaves = [part for part in module.modules() if not any(part.children())]
+    images = torch.zeros(2, *task.input_shape, dtype=next(module.parameters()).dtype)
+    with torch.no_grad(), plain_kernels(), hooked(part.register_forward_hook(note) for part in leaves):
+        module(images)
+    return bool(maps and widths) and maps[-1] == widths[0]
 
 
 def classifier_name(observation: Observation) -> str | None:

@@ -10,9 +10,12 @@ from torch import nn
 
 from gradveil.attacks import parse
 from gradveil.attacks.base import Target
+from gradveil.attacks.budget import SECONDS, Workload
+from gradveil.attacks.layers import pools_all_places
 from gradveil.attacks.matching.features import OpenMatch
 from gradveil.attacks.matching.natural import Coordinates
 from gradveil.attacks.matching.rows import Rows
+from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Sighting, Trace, observe
@@ -77,6 +80,25 @@ def test_where_it_does_not_apply(observe_victims: Callable, shapes: DataSet) -> 
     assert attack.why_not(seen) == "the first fully connected layer takes several rows per image"
     (seen, *_), _ = observe_victims(data=shapes, model=pooled(), training=LocalTraining(lr=0.01, optimizer="adam"))
     assert "Adam" in str(attack.why_not(seen))
+
+
+def test_averages_over_all_places_are_not_inverted_where_gradients_cannot_be_matched(
+    observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = parse("features:starts=4")
+    averaged = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    (seen, *_), _ = observe_victims(data=shapes, model=averaged)
+    (placed, *_), _ = observe_victims(data=shapes, model=pooled())
+    for observation, pools in ((seen, True), (placed, False)):
+        assert pools_all_places(observation.task) is pools
+        work = Workload(observation.task, "quick")
+        assert attack.cost(work).iterations > 0
+        with monkeypatch.context() as poor:
+            poor.setitem(SECONDS, "quick", 1.0)
+            assert (attack.cost(work).iterations == 0) is pools
+    monkeypatch.setitem(SECONDS, "quick", 1.0)
+    with pytest.raises(UserError, match="averages over all places"):
+        attack([seen], budget="quick")
 
 
 def test_the_coordinates_are_those_of_the_images(observe_victims: Callable, shapes: DataSet) -> None:

@@ -14,11 +14,16 @@ The idea is that of Mahendran and Vedaldi (2015), on features that `attacks/anal
 5. The half of the images that is nearer to features and gradients is kept, and their mean taken: where they differ,
    nothing was known. This comes before step 4 where the features alone are more numbers than the pixels, or the budget
    does not suffice to match from every start.
+
+Where it does not, and the layer takes one number per channel of a single image (ResNets), nothing is tried: such features
+do not say where anything is. One image behind ResNet18: 89 others of its class are nearer to the answer after 64 CPU
+seconds; none is after 6 seconds of signed Adam.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradveil.attacks import Answer, Attack, Cost, Target, Workload, attack
 from gradveil.attacks.analytic.apart import LayerInputs, layer_inputs
-from gradveil.attacks.layers import linear_layers, takes_one_row_per_image
+from gradveil.attacks.layers import linear_layers, pools_all_places, takes_one_row_per_image
 from gradveil.attacks.matching.distances import Distance, Nothing, RelativeL2
 from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.head import PREFIX, FeatureMatch, Head, cut_before
@@ -49,17 +54,27 @@ SMOOTH = 0.5  # weight of total variation, as a share of that of the prior
 WEAK = 0.01  # weight of the prior where features are more numbers than the pixels, as a share of that elsewhere
 FINER = 0.25  # step size while gradients are matched, as a share of that before
 FIRMER = 3.0  # weight of the prior while gradients are matched from every start, as a multiple of that before
-FEW = 4  # starts for which the budget need not suffice
+FEW = 4  # starts below which gradients are matched from their mean alone
+CHEAPER = 3  # steps of the inversion that take as long as one evaluation with the derivative of an update
 
 
-@attack("features", targets="unused", version=5)
+class _Plan(NamedTuple):
+    """What the budget allows: steps of the inversion and of the match, and starts."""
+
+    inversion: int
+    matching: int
+    starts: int
+    matches_every_start: bool
+
+
+@attack("features", targets="unused", version=6)
 class FeatureInversion(Attack):
     """Images with the inputs that a fully connected layer gives away.
 
     Args:
         steps: first-order steps of the inversion, scaled by the budget.
         matching: steps that also match the gradients of the layers before, scaled by the budget.
-        starts: starts per victim; on large networks as few as four.
+        starts: starts per victim, at most; large networks get as many as the budget allows.
         prior: weight of how unlikely an image is.
         lr: step size of Adam, in standard deviations of natural images.
         slope: share of the error that passes a closed ReLU.
@@ -85,12 +100,15 @@ class FeatureInversion(Attack):
         return UNREADABLE if single and layer_inputs(observation) is None else None
 
     def cost(self, work: Workload) -> Cost:
-        """A step of the inversion takes about a third of an evaluation with the derivative of an update."""
-        inversion, matching = self._steps(work)
-        starts = self._starts(work)
-        return Cost(inversion // 3 + (matching if self._matches_every_start(work) else matching // starts), starts)
+        plan = self._plan(work)
+        if self._cannot_win(work):
+            return Cost(0)
+        every = plan.starts if plan.matches_every_start else 1
+        return Cost(plan.inversion // CHEAPER + plan.matching * every // plan.starts, plan.starts)
 
     def run(self, target: Target) -> Answer:
+        if self._cannot_win(target.workload):
+            raise UserError(f"attack '{self.name}' does not apply: {TOO_LARGE}.")
         readings = read_each(target, layer_inputs)
         if not readings:
             raise UserError(f"attack '{self.name}' does not apply: {UNREADABLE}.")
@@ -116,31 +134,35 @@ class FeatureInversion(Attack):
         search = _Search(
             self, head, Insight({f"{PREFIX}{name}": w for name, w in insight.weights.items()}, limits=insight.limits)
         )
-        inversion, matching = self._steps(target.workload)
-        x, used = search.inverted(inversion, self._starts(target.workload)), inversion
-        if matching and search.is_determined:
-            every = not search.is_wide and self._matches_every_start(target.workload)
-            x = search.matched(x, matching, FIRMER) if every else search.matched(search.mean(x), matching)
-            used += matching
+        plan = self._plan(target.workload)
+        x, used = search.inverted(plan.inversion, plan.starts), plan.inversion
+        if plan.matching and search.is_determined:
+            every = not search.is_wide and plan.matches_every_start
+            x = search.matched(x, plan.matching, FIRMER) if every else search.matched(search.mean(x), plan.matching)
+            used += plan.matching
         x = search.mean(x)
         return Answer(x, search.score(x), iterations=used)
 
-    def _steps(self, work: Workload) -> tuple[int, int]:
-        return work.steps(self.steps), work.steps(self.matching, least=50) if self.matching else 0
+    def _cannot_win(self, work: Workload) -> bool:
+        """Whether features that do not say where anything is are all that the budget allows to use, of one image, which
+        other searches recover."""
+        return work.batch_size == 1 and not self._plan(work).matches_every_start and pools_all_places(work.task)
 
-    def _starts(self, work: Workload) -> int:
-        """As many as the budget allows, and a few in any case."""
-        return min(self.starts, max(FEW, work.evaluations // self._evaluations(work)))
+    def _plan(self, work: Workload) -> _Plan:
+        """Steps and starts that the budget allows. Where it does not suffice to match from a few starts, only their mean is
+        matched; where it does not suffice for one start, all steps are fewer."""
+        inversion, matching = work.steps(self.steps), work.steps(self.matching, least=50) if self.matching else 0
+        per_start = max(1, inversion // CHEAPER + matching)
+        matched = work.evaluations // per_start
+        if matched >= min(FEW, self.starts):
+            return _Plan(inversion, matching, min(self.starts, matched), matches_every_start=True)
+        share = min(1.0, work.evaluations / per_start)
+        inversion, matching = max(1, int(share * inversion)), int(share * matching)
+        inverted = (work.evaluations - matching) // max(1, inversion // CHEAPER)
+        return _Plan(inversion, matching, max(1, min(self.starts, FEW, inverted)), matches_every_start=False)
 
-    def _matches_every_start(self, work: Workload) -> bool:
-        return self._starts(work) * self._evaluations(work) <= work.evaluations
 
-    def _evaluations(self, work: Workload) -> int:
-        """Of one start that is inverted and matched."""
-        inversion, matching = self._steps(work)
-        return max(1, inversion // 3 + matching)
-
-
+TOO_LARGE = "the first fully connected layer takes averages over all places, and the network is too large to match gradients"
 UNREADABLE = "the first fully connected layer does not give away its inputs"
 
 

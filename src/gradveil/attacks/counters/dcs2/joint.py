@@ -43,7 +43,7 @@ TOGETHER = Swift(adam_steps=0)
 LADDER = ((1e-3, 100), (1e-4, 100), (1e-5, 200), (1e-6, 200))  # TV weight, L-BFGS iterations
 
 
-@attack("dcs2-joint", against=(DCS2,), version=4)
+@attack("dcs2-joint", against=(DCS2,), version=5)
 class DCS2Joint(Attack):
     """Sensitive and concealed images told apart, or matched together.
 
