@@ -6,7 +6,7 @@ import os
 import platform
 from importlib.metadata import version
 
-from pydantic import Field
+from pydantic import AwareDatetime
 
 from gradveil import __version__
 from gradveil.core.results import Record, StorableText
@@ -27,9 +27,7 @@ class Environment(Record):
     platform: StorableText
     cpus: int | None
     seconds: float = 0.0
-    finished: str | None = Field(
-        default=None, pattern=r"^\d{4}-\d\d-\d\dT[\d:+]{5,20}$"
-    )  # when the summary was last changed, UTC
+    finished: AwareDatetime | None = None  # when the finding last changed, UTC
 
     @classmethod
     def here(cls, *, case: str, data_sha256: str, model_sha256: str, seed: int) -> Environment:

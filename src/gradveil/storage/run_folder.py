@@ -195,7 +195,7 @@ class RunFolder:
         if before is not None:
             update: dict[str, object] = {"seconds": before.seconds + seconds}
             if before.finished is None or not self._holds("summary.json", summary):  # else it was only looked at again
-                update["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+                update["finished"] = datetime.now(UTC).replace(microsecond=0)
             self._write("environment.json", before.model_copy(update=update))
         self._write("summary.json", summary)
 
