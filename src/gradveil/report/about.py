@@ -18,7 +18,7 @@ from gradveil.storage.reading import read_yaml
 from gradveil.storage.run_folder import read_record
 
 FILE = "about.json"
-MAX_NAME, MAX_FILE = 120, 10_000  # characters of a name, bytes of a file: they must fit on the first page
+MAX_NAME, MAX_FILE = 80, 10_000  # characters of a name, bytes of a file: they must fit on the first page
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_NAME)]
 

@@ -22,6 +22,7 @@ MOST_PLACED = 3  # defenses of which the worst-placed image is told
 LONGEST_NAME, LONGEST_TEXT = 44, 360  # characters
 # The type of the printed sheet, in points: as large as fits. Its height grows with the square of the type's size.
 LARGEST_TYPE, SMALLEST_TYPE, SHEET = 8.6, 5.6, 200_000  # points, points, characters times points squared
+HEAD = 4  # characters of an answer for which there would be room in place of one in the head, whose type is large
 
 # What the levels of knowledge mean for the adversary.
 LEVELS = {
@@ -269,9 +270,10 @@ def again(summary: Summary) -> str:
     )
 
 
-def type_size(*groups: Sequence[Answer]) -> float:
-    """Points of the type in which the answers fit on one sheet."""
+def type_size(about: About, *groups: Sequence[Answer]) -> float:
+    """Points of the type in which the answers fit on one sheet, below a head with these names."""
     length = sum(len(text) for group in groups for answer in group for text in (*answer.texts, answer.command or ""))
+    length += HEAD * sum(len(name or "") for name in (*dict(about).values(), about.system))
     return round(max(SMALLEST_TYPE, min(LARGEST_TYPE, math.sqrt(SHEET / max(1, length)))), 1)
 
 
