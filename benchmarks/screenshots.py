@@ -36,7 +36,10 @@ RUNS = {
 }
 DARK = ("<html ", '<html data-theme="dark" ')
 # The page as paper has it, on a screen: for people without a viewer of PDFs.
-PRINT = (("@media print", "@media all"), ("@media screen", "@media not all"), ("<body ", '<body style="margin:9mm 12mm" '))
+PRINT = (
+    *(("@media print", "@media all"), ("@media screen", "@media speech"), ("<body ", '<body style="margin:9mm 12mm" ')),
+    ("</head>", "<style>#details,#engineer,#glossary,footer{display:none}</style></head>"),  # they are on other sheets
+)
 VIEWS: dict[str, tuple[int, int, float, tuple[tuple[str, str], ...]]] = {  # width, height, scale, changes of the page
     "1400": (1400, 1100, 1.0, ()),
     "1400-whole": (1400, 5200, 1.0, ()),

@@ -72,7 +72,7 @@ def test_the_cover_fits_on_one_sheet(run: Run, tmp_path: Path, defenses: int) ->
         f"""
         for (const style of all("style")) {{
           const css = style.textContent.replaceAll("@media print", "@media all");
-          style.textContent = css.replaceAll("@media screen", "@media not all");
+          style.textContent = css.replaceAll("@media screen", "@media speech");
         }}
         document.body.style.width = "{SHEET[0]}mm";
         const last = document.getElementById("evidence").getBoundingClientRect();

@@ -138,7 +138,8 @@ def promised(summary: Summary) -> tuple[str, ...]:
         else:
             seen = plural(limit.releases, "release")
             epsilon = f"epsilon {rounded_up(limit.epsilon, 3)} at delta {limit.delta:g}"
-            texts.append(f"{name}: {limit.sentences()[0]} Unit: one {limit.unit}, {limit.adjacency}, {seen}; {epsilon}.")
+            unit = f"Unit: one {limit.unit}, {limit.adjacency}, {seen}; {epsilon}."
+            texts.append(f"{name}: {limit.sentences()[0]} {unit} Each further release weakens it.")
     more = len(proved) - MOST_NAMED
     rest = [d for d in summary.defenses if d not in proved and not d.control]
     if more > 0:
