@@ -4,27 +4,34 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 from rich.console import Console
 
 from gradveil.cli.options import Quiet
+from gradveil.core.settings import settings
 
 DISAGREE = 2  # exit code
 
 
+@settings
+class CoverNames:
+    """Who audited what, for the first page."""
+
+    organisation: str | None = Field(default=None, description="For the first page: who is responsible for the system.")
+    auditor: str | None = Field(default=None, description="For the first page: who audited.")
+    system: str | None = Field(default=None, description="For the first page: what the model is trained for.")
+    system_version: str | None = Field(default=None, description="For the first page: its version.")
+    about: Path | None = Field(default=None, description="YAML or JSON file with these names; options replace them.")
+
+
 def command(
+    names: CoverNames,
     run: Annotated[Path, typer.Argument(help="Folder of a finished audit.", metavar="RUN")],
     file: Annotated[Path | None, typer.Argument(help="With --pdf: its file. [report.pdf in RUN]", metavar="[FILE]")] = None,
     *,
     pdf: Annotated[bool, typer.Option("--pdf", help="Print the page to a PDF by the browser at hand.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Only say whether page and run agree; exit code 2 if not.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Only say whether page and run agree; exit code 2 if not.")] = False,
     pictures: Annotated[str | None, typer.Option(help="In the page: none, blurred or shown. [as the audit had it]")] = None,
-    organisation: Annotated[str | None, typer.Option(help="For the first page: who is responsible for the system.")] = None,
-    auditor: Annotated[str | None, typer.Option(help="For the first page: who audited.")] = None,
-    system: Annotated[str | None, typer.Option(help="For the first page: what the model is trained for.")] = None,
-    system_version: Annotated[str | None, typer.Option(help="For the first page: its version.")] = None,
-    about: Annotated[Path | None, typer.Option(help="YAML or JSON file with these names; options replace them.")] = None,
     quiet: Quiet = False,
 ) -> int:
     """Write the page of a stored run again, and print its table.
@@ -47,9 +54,8 @@ def command(
     summary, target = Summary.read(run), file or run / "report.pdf"
     if pdf:
         check_pdf(target)
-    names = {"organisation": organisation, "auditor": auditor, "system": system, "system_version": system_version}
     stored = About.of_run(run)
-    if (stated := stored.changed(about, names)) != stored:
+    if (stated := stored.changed(names.about, {name: getattr(names, name) for name in About.model_fields})) != stored:
         stated.store(run)
     page = write_report(run, pictures)
     write_tune_page(run, summary)

@@ -47,7 +47,7 @@ CROSS_WALK = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredQuestion:
     """One question of the first page with its answer. `key` is its place in the page."""
 
     key: str
@@ -56,27 +56,27 @@ class Answer:
     command: str | None = None
 
 
-def first_answers(summary: Summary) -> list[Answer]:
+def first_answers(summary: Summary) -> list[AnsweredQuestion]:
     """The first screen."""
     return [
-        Answer("pictures", "What leaks as pictures?", pictures(summary)),
-        Answer("recognised", "Who can be recognised?", recognised(summary)),
-        Answer("promised", "What is promised?", promised(summary)),
+        AnsweredQuestion("pictures", "What leaks as pictures?", pictures(summary)),
+        AnsweredQuestion("recognised", "Who can be recognised?", recognised(summary)),
+        AnsweredQuestion("promised", "What is promised?", promised(summary)),
         next_answer(summary),
-        Answer("cost", "What does it cost?", cost(summary)),
+        AnsweredQuestion("cost", "What does it cost?", cost(summary)),
     ]
 
 
-def file_answers(summary: Summary) -> list[Answer]:
+def file_answers(summary: Summary) -> list[AnsweredQuestion]:
     """What else a file for a privacy officer needs."""
     return [
-        Answer("tested", "What was tested?", (tested(summary),)),
-        Answer("adversary", "Against whom?", (adversary(summary),)),
-        Answer("sure", "How sure is it?", certainty(summary)),
-        Answer("worst", "Who is worst placed?", worst_placed(summary)),
-        Answer("residual", "Which risk remains?", residual(summary)),
-        Answer("untested", "What was not tested?", (untested(summary),)),
-        Answer("again", "When to audit again?", (again(summary),)),
+        AnsweredQuestion("tested", "What was tested?", (tested(summary),)),
+        AnsweredQuestion("adversary", "Against whom?", (adversary(summary),)),
+        AnsweredQuestion("sure", "How sure is it?", certainty(summary)),
+        AnsweredQuestion("worst", "Who is worst placed?", worst_placed(summary)),
+        AnsweredQuestion("residual", "Which risk remains?", residual(summary)),
+        AnsweredQuestion("untested", "What was not tested?", (untested(summary),)),
+        AnsweredQuestion("again", "When to audit again?", (again(summary),)),
     ]
 
 
@@ -149,18 +149,18 @@ def promised(summary: Summary) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def next_answer(summary: Summary) -> Answer:
+def next_answer(summary: Summary) -> AnsweredQuestion:
     """What to do first, with its command."""
     steps, best = summary.recommendation.next_steps, summary.recommended
     question = "What to do next?"
     if best is not None:
         more = f" {plural(len(steps), 'more step')} below." if steps else ""
         text = f"Use {best.spec}: the command writes it to a file that clients act by.{more}"
-        return Answer("next", question, (text,), "gradveil export RUN")
+        return AnsweredQuestion("next", question, (text,), "gradveil export RUN")
     if not steps:
-        return Answer("next", question, ("Nothing more can be proposed.",))
+        return AnsweredQuestion("next", question, ("Nothing more can be proposed.",))
     more = f" {plural(len(steps) - 1, 'more step')} below." if len(steps) > 1 else ""
-    return Answer("next", question, (f"{shorten(steps[0].reason, LONGEST_TEXT)}{more}",), steps[0].command)
+    return AnsweredQuestion("next", question, (f"{shorten(steps[0].reason, LONGEST_TEXT)}{more}",), steps[0].command)
 
 
 def cost(summary: Summary) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def again(summary: Summary) -> str:
     )
 
 
-def type_size(about: About, *groups: Sequence[Answer]) -> float:
+def type_size(about: About, *groups: Sequence[AnsweredQuestion]) -> float:
     """Points of the type in which the answers fit on one sheet, below a head with these names."""
     length = sum(len(text) for group in groups for answer in group for text in (*answer.texts, answer.command or ""))
     length += HEAD * sum(len(name or "") for name in (*dict(about).values(), about.system))
