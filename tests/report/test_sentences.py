@@ -278,6 +278,7 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
     assert ("Without a defense updates leak" in told["pictures"]) == (control.verdict == "leaks")
     assert ("Without a defense this audit cannot tell" in told["pictures"]) == (control.verdict == "cannot tell")
     assert ("the attacks work here" in told["sure"]) == (control.verdict == "leaks" and control.test is not None)
+    assert ("with a probability of" in told["sure"]) == ("the attacks work here" in told["sure"])
     risks = [d.line_up for d in summary.defenses if d.line_up]
     assert ("Whoever has" in told["recognised"]) == any(risk.identified.low > risk.identified.chance for risk in risks)
     assert ("this audit had no line-up" in told["recognised"]) == (not risks)

@@ -202,17 +202,13 @@ def certainty(summary: Summary) -> tuple[str, ...]:
     if control is None:
         return ("It is not shown that the attacks work here: there is no undefended control.",)
     tests = [d.test for d in summary.defenses if d.test and d.verdict != LEAKS] or [d.test for d in [control] if d.test]
-    if control.verdict == LEAKS and control.test is not None:
-        first = f"Positive control: the attacks work here. Without a defense {_identified(control)}."
-    else:
-        first = "Positive control: it cannot be told, so only a leak that was shown means something here."
-    if not tests:
-        return (first,)
+    if control.verdict != LEAKS or not tests:  # what attacks that do not work would have seen is no evidence
+        return ("Positive control: it cannot be told, so only a leak that was shown means something here.",)
     shares = [test.detectable for test in tests]
     smallest = None if None in shares else max(share for share in shares if share is not None)
     level = max(test.level for test in tests)
     return (
-        first,
+        f"Positive control: the attacks work here. Without a defense {_identified(control)}.",
         words.visible(smallest),
         f"Rates have exact 95% intervals. Where nothing leaks, the verdict is wrong in {percent(level)} of audits.",
     )
