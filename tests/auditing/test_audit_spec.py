@@ -114,4 +114,4 @@ def test_only_public_sets_are_shown_unasked(tmp_path: Path) -> None:
     assert make_spec({"data": "mnist-5k:size=14"}).picture_mode == "shown"
     assert make_spec({"data": "mnist-5k", "pictures": "blurred"}).picture_mode == "blurred"
     for private in (tmp_path / "mnist-5k", str(tmp_path / "cifar10"), (torch.rand(4, 1, 6, 6), torch.arange(4)), "mine:data"):
-        assert make_spec({"data": private}).picture_mode == "blurred"
+        assert make_spec({"data": private}).picture_mode == "none"

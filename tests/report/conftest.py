@@ -158,6 +158,7 @@ def make_run(folder: Path, plan: Plan | None = None) -> Path:
     environment = {
         "case": "0123456789abcdef", "data_sha256": "d" * 64, "model_sha256": "e" * 64, "seed": 0, "gradveil": "0.2.0",
         "python": "3.11.2", "packages": {"torch": "2.13.0"}, "platform": "Linux", "cpus": 2, "seconds": 83.2,
+        "finished": "2026-11-18T01:30:00Z",
     }  # fmt: skip
     _write(folder / "environment.json", environment)
     (folder / "audit.yaml").write_text("data: mnist-5k\nmodel: lenet\nseed: 0\n")

@@ -27,22 +27,28 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.words: list[str] = []
         self.scripts: list[str] = []
-        self._raw = ""
+        self._raw, self._term, self._inline = "", False, False
         self.source = text
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, {k: v or "" for k, v in attrs}))
         self._raw = tag if tag in ("style", "script") else self._raw
+        self._term = ("class", "term") in attrs
+        self._inline = self._term
 
     def handle_endtag(self, tag: str) -> None:
         self._raw = "" if tag == self._raw else self._raw
+        self._inline, self._term = self._term and tag == "a", False
 
     def handle_data(self, data: str) -> None:
         if self._raw == "script":
             self.scripts.append(data)
-        if not self._raw:
+        if not self._raw and self._inline and self.words:  # a word that is explained is part of its sentence
+            self.words[-1] += data
+        elif not self._raw:
             self.words.append(data)
+        self._inline = False
 
     @property
     def text(self) -> str:

@@ -25,7 +25,7 @@ def test_a_blurred_page_holds_two_bits_per_channel_of_every_picture(
     run: Callable[..., Path], shape: tuple[int, int, int]
 ) -> None:
     folder = run(shape=shape, victims=3, leak={"none": 0.9, "loda": 0.5})
-    source = write_report(folder).read_text(encoding="utf-8")
+    source = write_report(folder, "blurred").read_text(encoding="utf-8")
     strips = [Image.open(io.BytesIO(base64.b64decode(code))) for code in re.findall(r"image/png;base64,([^)]*)", source)]
     assert len(strips) == 2 * 3 + 2  # attacks on each defense, the originals, and what loda fed
     for strip in strips:

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 
 from gradveil.report import write_report
+from gradveil.report.browser import find_browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = find_browser()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 
 QUIET = [
@@ -82,6 +82,63 @@ def test_controls(run: Callable[..., Path], tmp_path: Path) -> None:
     assert set(found["filters"]) == {"none"}, "what a browser hides is in the file all the same"
     assert found["tip"].startswith("none: leaks; identified 100%")
     assert found["light"] != found["dark"]
+
+
+def test_filters_and_sorting_stand_in_the_address_and_are_taken_from_it(run: Callable[..., Path], tmp_path: Path) -> None:
+    folder = run(against=("original", "fed"))
+    script = """
+        const heads = all("#results thead th"), column = heads.findIndex(h => h.textContent === "PSNR, dB");
+        const rows = () => all("#results tbody tr").filter(r => !r.hidden);
+        const values = () => rows().map(r => Number(r.cells[column].dataset.v));
+        const choose = (name, value) => {
+          const choice = document.querySelector(`[data-filter=${name}]`);
+          choice.value = value; choice.dispatchEvent(new Event("change"));
+        };
+        found.before = location.hash;
+        choose("attack", "dlg"); choose("against", "");
+        heads[column].firstChild.click(); heads[column].firstChild.click();
+        found.kept = location.hash; found.values = values();
+        history.replaceState(null, "", "#table&attack=ig&sort=SSIM&order=descending&against=nonsense");
+        dispatchEvent(new Event("hashchange"));
+        found.taken = rows().map(r => r.dataset.attack + " " + r.dataset.against);
+        found.sorted = heads.filter(h => h.getAttribute("aria-sort") === "descending").map(h => h.textContent);
+        history.replaceState(null, "", found.kept); dispatchEvent(new Event("hashchange"));
+        found.again = values();
+        history.replaceState(null, "", "#gallery"); dispatchEvent(new Event("hashchange"));
+        found.elsewhere = values();
+        """
+    found = ask(folder, tmp_path / "profile", script)
+    assert found["before"] == "" and found["values"] == sorted(found["values"]) and len(found["values"]) == 6
+    assert found["kept"] == "#table&attack=dlg&against=&sort=PSNR%2C+dB&order=ascending"
+    assert found["taken"] == ["ig original"] * 3 and found["sorted"] == ["SSIM"]
+    assert found["again"] == found["values"] == found["elsewhere"], "another place in the page changes nothing"
+
+
+def test_words_are_explained_on_focus(run: Callable[..., Path], tmp_path: Path) -> None:
+    found = ask(
+        run(),
+        tmp_path / "profile",
+        """
+        const tip = document.getElementById("tip"), term = document.querySelector("a.term");
+        term.dispatchEvent(new Event("focus"));
+        found.tip = tip.hidden ? null : tip.textContent; found.wanted = term.dataset.tip;
+        found.target = document.querySelector(term.getAttribute("href")) !== null;
+        const head = all("#results thead button").find(b => b.textContent === "SSIM");
+        head.dispatchEvent(new Event("focus")); found.head = tip.textContent;
+        """,
+    )
+    assert found["tip"] == found["wanted"] and found["target"] and found["head"].startswith("Structural likeness")
+
+
+def test_the_chart_of_a_phone_is_shown_in_its_true_size(run: Callable[..., Path], tmp_path: Path) -> None:
+    script = """
+        found.shown = all("svg.chart").filter(c => c.querySelector(".point") && getComputedStyle(c).display !== "none")
+          .map(c => [c.getAttribute("class"), c.getBoundingClientRect().width / c.viewBox.baseVal.width]);
+        """
+    ((name, size),) = ask(run(), tmp_path / "profile", script, width=400)["shown"]
+    assert "narrow" in name and size > 0.9
+    ((name, size),) = ask(run(), tmp_path / "profile", script)["shown"]
+    assert "wide" in name and size > 0.9
 
 
 def test_a_phone_does_not_scroll_sideways(run: Callable[..., Path], tmp_path: Path) -> None:

@@ -48,19 +48,22 @@ def made(parsed: Parsed, summary: dict[str, Any]) -> Made:
 def test_points_stand_where_their_numbers_say(made: Made) -> None:
     scatter = made({"none": (1.0, 0.0), "a": (0.5, 10.0), "b": (0.0, 20.0)})
     none, a, b = scatter.points
-    assert (none.x, none.y) == (scatter.left, scatter.top)
-    assert (b.x, b.y) == (scatter.right, scatter.bottom)
-    assert a.x == pytest.approx((scatter.left + scatter.right) / 2)
-    assert a.y == pytest.approx((scatter.top + scatter.bottom) / 2)
-    height = scatter.bottom - scatter.top
-    assert (a.low, a.high) == (pytest.approx(scatter.bottom - height / 4), pytest.approx(scatter.bottom - height * 3 / 4))
+    assert (none.x, none.y) == (scatter.frame.left, scatter.frame.top)
+    assert (b.x, b.y) == (scatter.frame.right, scatter.frame.bottom)
+    assert a.x == pytest.approx((scatter.frame.left + scatter.frame.right) / 2)
+    assert a.y == pytest.approx((scatter.frame.top + scatter.frame.bottom) / 2)
+    height = scatter.frame.bottom - scatter.frame.top
+    assert (a.low, a.high) == (
+        pytest.approx(scatter.frame.bottom - height / 4),
+        pytest.approx(scatter.frame.bottom - height * 3 / 4),
+    )
 
 
 def test_without_utility_the_cosine_is_the_cost_and_unchanged_is_left(made: Made) -> None:
     scatter = made({"none": (1.0, 0.0), "a": (0.5, 0.4)}, utility=False)
     assert "cosine" in scatter.x_title
     assert scatter.x_ticks[0].text == "1.00"
-    assert scatter.points[0].x == scatter.left < scatter.points[1].x
+    assert scatter.points[0].x == scatter.frame.left < scatter.points[1].x
 
 
 def test_nothing_measured_is_no_chart(parsed: Parsed, summary: dict[str, Any]) -> None:
@@ -125,4 +128,4 @@ def test_accuracy_lines_follow_the_summary_and_ignore_other_audits() -> None:
     assert lines is not None
     assert [(line.name, line.last, len(line.path.split())) for line in lines.lines] == [("none", 1.0, 3), ("a", 0.6, 2)]
     top = float(lines.lines[0].path.split()[-1].split(",")[1])
-    assert top == lines.top
+    assert top == lines.frame.top

@@ -61,10 +61,14 @@ def test_failed_and_inapplicable_rows_stay_visible_with_their_reason(run: Run) -
         first, second, _ = summary["defenses"][1]["attacks"]
         first.update(status="failed", error="the loss was not finite", identified=None, psnr=None, ssim=None, mse=None)
         second.update(status="not applicable", error="needs labels", identified=None, psnr=None, seconds=None)
+        summary["defenses"][2]["attacks"][0].update(status="not applicable", error="needs labels", identified=None)
 
-    text = page_of(edit(run(), change)).text
-    assert "failed the loss was not finite" in text and "not applicable needs labels" in text
-    assert "ig against prune:ratio=0.9: failed (the loss was not finite)" in text
+    page = page_of(edit(run(), change))
+    rows = [(a["data-defense"], a["data-attack"]) for a in page.of("tr") if "data-defense" in a]
+    assert ("prune:ratio=0.9", "ig") in rows and len(rows) == 9 - 2, "only what does not apply is folded away"
+    assert "Failed (ig under prune:ratio=0.9): the loss was not finite" in page.text
+    assert page.text.count("needs labels dlg under prune:ratio=0.9 and ig under precode") == 1, "each reason once"
+    assert "ig against prune:ratio=0.9: failed (the loss was not finite)" in page.text
 
 
 def test_only_the_summary_must_be_there(run: Run, tmp_path: Path) -> None:

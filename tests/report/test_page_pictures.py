@@ -45,7 +45,7 @@ def test_blurred_shown_and_none(run: Run) -> None:
     blurred, shown, none = (page_of(folder, mode) for mode in ("blurred", "shown", "none"))
     assert "blurred to one colour" in blurred.text and "blurred" not in shown.text
     assert "data:image" not in none.source and not none.of("span", role="img")
-    assert "Pictures were left out on request." in none.text and "Worst case: victim" in none.text
+    assert "This page has no pictures." in none.text and "Worst case: victim" in none.text
     assert "Private images are inside this file" in shown.text
     assert "inside this file" not in blurred.text + none.text and "its mean colour in few levels" in blurred.text
 

@@ -35,7 +35,7 @@ from gradveil.defenses.base import Defense
 from gradveil.metrics import identification_rate
 from gradveil.metrics.leak_test import Background
 from gradveil.protection.promise import certify
-from gradveil.report import print_summary, words, write_report
+from gradveil.report import answers, print_summary, words, write_report
 from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import github_annotations
 from gradveil.storage.run_folder import StoredCell
@@ -257,6 +257,45 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
     assert "says nothing about" not in every and "did not work" not in every
     assert ("attacks get too little" in every) <= (control.verdict != "leaks" or control_excess(control) < 0.5)
 
+    # the first page: every defense stands once among the pictures and once among the line-ups, with its verdict
+    groups = answers.first_answers(summary), answers.file_answers(summary)
+    told = {answer.key: " ".join(answer.texts) for group in groups for answer in group}
+    assert all(text in said["page"] for group in groups for answer in group for text in answer.texts)
+    beginnings = {
+        "leaks": "Private images leak under ",
+        "no leak shown": "No leak was shown under ",
+        "unrefuted": "Unrefuted: ",
+        "cannot tell": "This audit cannot tell for ",
+    }
+    lines = next(answer.texts for answer in groups[0] if answer.key == "pictures")
+    for verdict, beginning in beginnings.items():
+        specs, (*line,) = [d.spec for d in judged if d.verdict == verdict], (t for t in lines if t.startswith(beginning))
+        assert len(line) == bool(specs)
+        for text in line:
+            named = [spec for spec in verdicts if re.search(rf"{re.escape(spec)}(?= |,|\.$|\. )", text)]
+            assert named == specs[: answers.MOST_NAMED]
+            assert (f" and {len(specs) - answers.MOST_NAMED} more" in text) == (len(specs) > answers.MOST_NAMED)
+    assert ("Without a defense updates leak" in told["pictures"]) == (control.verdict == "leaks")
+    assert ("Without a defense this audit cannot tell" in told["pictures"]) == (control.verdict == "cannot tell")
+    assert ("the attacks work here" in told["sure"]) == (control.verdict == "leaks" and control.test is not None)
+    assert ("with a probability of" in told["sure"]) == ("the attacks work here" in told["sure"])
+    risks = [d.line_up for d in summary.defenses if d.line_up]
+    assert ("Whoever has" in told["recognised"]) == any(risk.identified.low > risk.identified.chance for risk in risks)
+    assert ("this audit had no line-up" in told["recognised"]) == (not risks)
+    assert ("No line-up:" in told["recognised"]) == (0 < len(risks) < len(summary.defenses))
+    proved = [risk for risk in risks if risk.certificate is not None][: answers.MOST_NAMED]
+    assert told["promised"].startswith("Nothing") == (not proved)
+    assert told["promised"].count("so nothing is promised") == sum(risk.contradicts for risk in proved)
+    assert told["promised"].count("Unit: one image, add/remove, 1 release") == sum(not risk.contradicts for risk in proved)
+    best = summary.recommended
+    assert told["next"].startswith("Use ") == (best is not None)
+    assert ("no audited defense can be recommended" in told["residual"]) == (best is None and not advice.candidates)
+    assert ("no defense is recommended yet" in told["residual"]) == (best is None and bool(advice.candidates))
+    assert ("Not measured" in told["cost"]) == (best is None and all(d.loss is None for d in judged))
+    command = {answer.key: answer.command for answer in groups[0]}["next"]
+    assert command == ("gradveil export RUN" if best else advice.next_steps[0].command)
+    assert "safe" not in " ".join(told.values()).lower()
+
     # doubts are true of the numbers
     for defense in summary.defenses:
         for doubt in defense.doubts:
@@ -266,7 +305,6 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         assert ("no-attack-ran" in codes) == (defense.test is None)
 
     # the recommendation
-    best = summary.recommended
     assert (best is None) == (advice.defense is None)
     assert ("Recommended: " in said["terminal"]) == ("Recommended defense" in said["page"]) == (best is not None)
     assert ("With the defense " in said["assessment"]) == (best is not None)

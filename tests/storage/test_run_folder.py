@@ -17,9 +17,10 @@ import torch
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import ScoreRow
+from gradveil.storage.environment import Environment
 from gradveil.storage.files import LOCK
 from gradveil.storage.resumable import trained_once
-from gradveil.storage.run_folder import Damaged, Environment, Outcome, RunFolder, RunIdentity
+from gradveil.storage.run_folder import Damaged, Outcome, RunFolder, RunIdentity
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,19 @@ def test_seconds_add_up_over_the_runs_of_a_folder(tmp_path: Path) -> None:
     assert environment.packages["torch"] == torch.__version__
     assert folder.settings.endswith("data: faces\nseed: 3\n")
     assert json.loads((folder.path / "summary.json").read_text())["scored"] == 0
+
+
+def test_the_date_of_a_run_is_that_of_its_finding(tmp_path: Path) -> None:
+    def finished(scored: int) -> int:
+        with RunFolder(tmp_path / "run").opened(RUN) as folder:
+            folder.finish(ScoreRow(scored=scored), 1.0)
+        assert folder.environment is not None and folder.environment.finished is not None
+        return folder.environment.finished.year
+
+    this_year, file = finished(1), tmp_path / "run" / "environment.json"
+    file.write_text(file.read_text().replace(f'"finished": "{this_year}', '"finished": "2001'))
+    assert finished(1) == 2001, "the same finding, looked at again"
+    assert finished(2) == this_year
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
 from gradveil.processes.temporary import remove_leftover_folders
 from gradveil.processes.worker import cores
+from gradveil.storage.environment import Environment
 from gradveil.storage.reading import read_yaml
-from gradveil.storage.run_folder import Environment, Outcome, RunFolder, RunIdentity
+from gradveil.storage.run_folder import Outcome, RunFolder, RunIdentity
 from gradveil.summary import Summary
 
 

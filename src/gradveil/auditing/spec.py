@@ -40,6 +40,11 @@ OUTSIDE_CASE = "outside the case"
 PictureMode = Literal["none", "blurred", "shown"]
 
 
+def picture_default(data: object) -> PictureMode:
+    """What a page shows unasked. The images of the sets that gradveil has by name are public; all others are private."""
+    return "shown" if isinstance(data, str) and data.partition(":")[0] in NAMED_SETS else "none"
+
+
 class AuditSpec(BaseModel):
     """One audit. Data, model, loss, defenses and attacks may be Python objects."""
 
@@ -91,7 +96,7 @@ class AuditSpec(BaseModel):
         10.0, ge=0, le=100, description="Percent of accuracy that a recommended defense may lose."
     )
     pictures: Annotated[PictureMode | None, OUTSIDE_CASE] = Field(
-        None, description="none (not stored), blurred or shown. [shown for the public sets, else blurred]"
+        None, description="none (not stored), blurred or shown. [shown for the public sets; else stored, but none in the page]"
     )
 
     @property
@@ -111,9 +116,8 @@ class AuditSpec(BaseModel):
 
     @property
     def picture_mode(self) -> PictureMode:
-        """What the page shows. The images of the sets that gradveil knows by name are public; all others are private."""
-        public = isinstance(self.data, str) and self.data.partition(":")[0] in NAMED_SETS
-        return self.pictures or ("shown" if public else "blurred")
+        """What the page shows."""
+        return self.pictures or picture_default(self.data)
 
     @field_validator("data", "model", mode="before")
     @classmethod

@@ -88,7 +88,7 @@ class Report:
             rate, (marker, colour) = point.rate, marks[point.defense.verdict]
             error = [[max(0.0, rate.rate - rate.low)], [max(0.0, rate.high - rate.rate)]]
             ax.errorbar(point.cost, rate.rate, error, marker=marker, color=colour, capsize=3, linestyle="none")
-            right = point.x < (chart.left + chart.right) / 2  # the label stays inside the frame
+            right = point.x < (chart.frame.left + chart.frame.right) / 2  # the label stays inside the frame
             offset = (6 if right else -6, -11 if rate.rate > 0.9 else 5)
             # A dollar sign would start a formula.
             name = plain(point.defense.spec).replace("$", r"\$")
@@ -110,8 +110,11 @@ class Report:
             raise UserError("this report has no folder; export needs the stored cells of a run.")
         return export(RunFolder(self.folder), self.summary, choose_defense(self.summary, defense), accept_leak)
 
-    def save(self, folder: str | Path, pictures: PictureMode = "blurred") -> Path:
-        """Copy the run's folder there (or write the summary alone, if there is none), with its page."""
+    def save(self, folder: str | Path, pictures: PictureMode | None = None) -> Path:
+        """Copy the run's folder there (or write the summary alone, if there is none), with its page.
+
+        `pictures`: none, blurred or shown in the page; None: as the audit had it.
+        """
         target = Path(folder)
         if self.folder is not None and target.exists() and target.samefile(self.folder):
             return target

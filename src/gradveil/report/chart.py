@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gradveil.auditing.cost import by_seed
 from gradveil.core.results import Rate
@@ -12,13 +11,28 @@ from gradveil.report.words import digits, percent, rate_text
 from gradveil.storage.run_folder import Curve, StoredCell
 from gradveil.summary import DefenseRow, Summary
 
-WIDTH, HEIGHT = 520, 380
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
 DIRECT_LABELS = 6  # up to so many defenses are named at their points; beyond, they are numbered
 MOST_GAINED = 20.0  # percent of accuracy, to the left of which an interval is cut
 SPARK = (150, 56)
 SPARK_POINTS = 60
 Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The size of a chart and of what lies inside its axes, in pixels."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    ticks: int  # across, about
+
+
+WIDE = Frame(520, 380, left=62, right=506, top=14, bottom=334, ticks=5)
+NARROW = Frame(350, 340, left=56, right=342, top=14, bottom=292, ticks=3)  # a telephone shows it in its true size
 
 
 @dataclass(frozen=True)
@@ -49,16 +63,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Axes:
-    """The frame of a chart, in pixels."""
+    """The frame of a chart with its ticks."""
 
+    frame: Frame
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    width: ClassVar = WIDTH
-    height: ClassVar = HEIGHT
-    left: ClassVar = LEFT
-    right: ClassVar = WIDTH - RIGHT
-    top: ClassVar = TOP
-    bottom: ClassVar = HEIGHT - BOTTOM
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class CostChart(Axes):
     baseline: Tick | None
     by_loss: bool
     missing: list[str]
+    narrow: "CostChart | None" = None  # the same for a telephone
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -88,7 +98,7 @@ def scale(domain: Sequence[float], start: float, end: float) -> Callable[[float]
     return lambda value: round(start + (value - low) / (high - low or 1) * (end - start), 2)
 
 
-def privacy_utility(summary: Summary) -> CostChart | None:
+def privacy_utility(summary: Summary, frame: Frame = WIDE) -> CostChart | None:
     """Leakage against cost: accuracy loss where it was measured, else how far the gradient was turned."""
     attacked = [(number, d, d.worst.identified) for number, d in enumerate(summary.defenses, 1) if d.worst]
     by_loss = any(d.loss is not None for _, d, _ in attacked if not d.control)
@@ -99,9 +109,9 @@ def privacy_utility(summary: Summary) -> CostChart | None:
     costs = [value for *_, value in shown]
     spans = {number: span for number, d, *_ in shown if by_loss and (span := _loss_span(d)) is not None}
     ends = [0.0, *costs, *(end for span in spans.values() for end in span)]
-    x_values = nice_ticks(min(ends), max(ends))
-    x = scale(x_values, LEFT, WIDTH - RIGHT)
-    y = scale([0.0, 1.0], HEIGHT - BOTTOM, TOP)
+    x_values = nice_ticks(min(ends), max(ends), frame.ticks)
+    x = scale(x_values, frame.left, frame.right)
+    y = scale([0.0, 1.0], frame.bottom, frame.top)
     points = []
     for number, defense, rate, value in shown:
         span = spans.get(number)
@@ -112,6 +122,7 @@ def privacy_utility(summary: Summary) -> CostChart | None:
         points.append(Point(defense, number, rate, value, x(value), y(rate.rate), y(rate.low), y(rate.high), tip, across))
     base = summary.baseline.identified if summary.baseline else None
     chart = CostChart(
+        frame,
         x_title="accuracy loss (PDM, %)" if by_loss else "gradient cosine to the undefended update",
         x_note="how much of the undefended test accuracy is lost" if by_loss else "1 = the update is unchanged",
         x_ticks=[Tick(x(t), _tick(t, x_values) if by_loss else digits(1 - t, 2)) for t in x_values],
@@ -121,6 +132,7 @@ def privacy_utility(summary: Summary) -> CostChart | None:
         baseline=Tick(y(base.rate), f"no update at all: {percent(base.rate)}") if base else None,
         by_loss=by_loss,
         missing=[d.spec for d in summary.defenses if d not in [p.defense for p in points]],
+        narrow=privacy_utility(summary, NARROW) if frame is WIDE else None,
     )
     _label(chart)
     return chart
@@ -154,6 +166,7 @@ def _label(chart: CostChart) -> None:
         if not home:
             clusters.append(home)
         home.append(point)
+    frame = chart.frame
     taken = [(p.x - 6, p.y - 6, p.x + 6, p.y + 6) for p in chart.points]
     taken += [(p.x - 3, p.high, p.x + 3, p.low) for p in chart.points]
     taken += [(p.span[0], p.y - 3, p.span[1], p.y + 3) for p in chart.points if p.span]
@@ -167,7 +180,7 @@ def _label(chart: CostChart) -> None:
             for dx, anchor in ((8, "start"), (-8, "end"))
         ]
         boxes = {spot: _box(spot, width) for spot in spots}
-        inside = [spot for spot, box in boxes.items() if _contains((LEFT + 2, 0, WIDTH, HEIGHT - BOTTOM + 4), box)]
+        inside = [spot for spot, box in boxes.items() if _contains((frame.left + 2, 0, frame.width, frame.bottom + 4), box)]
         spot = min(inside or spots, key=lambda s: sum(_overlap(boxes[s], other) for other in taken))
         first.label_x, first.label_y, first.anchor = spot
         taken.append(boxes[spot])
@@ -222,10 +235,11 @@ def accuracy_curves(cells: Iterable[StoredCell], defenses: Iterable[str]) -> Acc
     x_values = [t for t in nice_ticks(1, max(rounds, 2)) if t == int(t)]
     levels = [v for curve in curves.values() for _, v in curve]
     y_values = nice_ticks(min(levels), max(levels))
-    x, y = scale(x_values, LEFT, WIDTH - RIGHT), scale(y_values, HEIGHT - BOTTOM, TOP)
+    x, y = scale(x_values, WIDE.left, WIDE.right), scale(y_values, WIDE.bottom, WIDE.top)
     lines = [AccuracyLine(name, " ".join(f"{x(i)},{y(v)}" for i, v in curve), curve[-1][1]) for name, curve in curves.items()]
     places = 0 if y_values[1] - y_values[0] >= 0.0099 else 1
-    return AccuracyChart([Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values], lines)
+    x_ticks, y_ticks = [Tick(x(t), str(int(t))) for t in x_values], [Tick(y(t), percent(t, places)) for t in y_values]
+    return AccuracyChart(WIDE, x_ticks, y_ticks, lines)
 
 
 @dataclass(frozen=True)

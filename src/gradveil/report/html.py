@@ -6,7 +6,8 @@ but the one script that was written here, nor anything be fetched.
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -14,17 +15,23 @@ from typing import get_args
 from markupsafe import Markup
 
 from gradveil.auditing.export import requirement, usage
-from gradveil.auditing.spec import PictureMode
+from gradveil.auditing.spec import PictureMode, picture_default
 from gradveil.core.errors import UserError
-from gradveil.core.results import ImagePlace, ImageScores
+from gradveil.core.results import ImagePlace, ImageScores, Status
+from gradveil.core.text import listing
 from gradveil.protection.audited import FILE
-from gradveil.report import chart, words
+from gradveil.report import answers, chart, words
+from gradveil.report.about import About
+from gradveil.report.evidence import PAGE, evidence_hash
 from gradveil.report.page import page
 from gradveil.report.pictures import Pictures, Strip, attacked, collect, worst_of
 from gradveil.storage.files import write_text
+from gradveil.storage.reading import parse_yaml
 from gradveil.storage.run_folder import RunFolder, StoredCell
 from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary
 
+# Columns of the table whose names are explained under another word.
+COLUMN_TERMS = {"identified": "picked out", "PSNR, dB": "PSNR", "knowledge": "level of knowledge"}
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
 
 LONG = 24  # entries of a list in the settings, such as class names, before it is cut
@@ -71,13 +78,39 @@ class Gallery:
         return sum(bool(row.note) for row in self.rows)
 
 
-def write_report(run_dir: Path, pictures: str = "blurred") -> Path:
-    """Write `report.html` into a run's folder and return its path. `pictures`: none, blurred or shown."""
-    if pictures not in get_args(PictureMode):
+@dataclass(frozen=True)
+class Reason:
+    """Why attacks gave no numbers."""
+
+    status: Status
+    text: str
+    attacks: list[str]  # each with the defenses
+
+
+def write_report(run_dir: Path, pictures: str | None = None) -> Path:
+    """Write `report.html` into a run's folder and return its path.
+
+    `pictures`: none, blurred or shown; None: as the audit's own page had it.
+    """
+    if pictures is not None and pictures not in get_args(PictureMode):
         raise UserError(f"pictures '{pictures}': choose one of {', '.join(get_args(PictureMode))}.")
-    file = Path(run_dir) / "report.html"
-    write_text(file, render(RunFolder(Path(run_dir)), pictures))
+    run = RunFolder(Path(run_dir))
+    file = run.path / PAGE
+    write_text(file, render(run, pictures or picture_mode(run, Summary.read(run.path))))
     return file
+
+
+def picture_mode(run: RunFolder, summary: Summary) -> PictureMode:
+    """What the audit's own page shows: what was asked for, or what is usual for such data."""
+    if not run.settings:
+        return picture_default(summary.case.data)
+    try:
+        stored = parse_yaml(run.settings, run.path / "audit.yaml")
+    except UserError:  # damaged, so nobody knows what was asked for
+        stored = None
+    if not isinstance(stored, dict):
+        return "none"
+    return next((mode for mode in get_args(PictureMode) if mode == stored.get("pictures")), picture_default(summary.case.data))
 
 
 def render(run: RunFolder, pictures: str = "blurred") -> str:
@@ -85,11 +118,22 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
     summary = Summary.read(run.path)
     shown = collect(run, summary, blurred=pictures != "shown") if pictures != "none" else Pictures()
     script = page("script.js.j2")
-    rows = [(d, r) for d in summary.defenses for r in d.attacks]
-    environment = run.environment
+    every = [(d, r) for d in summary.defenses for r in d.attacks]
+    rows = [(d, r) for d, r in every if r.status != "not applicable"]
+    environment, about = run.environment, About.of_run(run.path)
+    first, file = answers.first_answers(summary), answers.file_answers(summary)
     return page(
         "report.html.j2",
         summary=summary,
+        about=about,
+        title=answers.title(about),
+        date=answers.date_text(environment),
+        first_answers=first,
+        file_answers=file,
+        type_size=answers.type_size(about, first, file),
+        cross_walk=answers.CROSS_WALK,
+        sources=answers.SOURCES,
+        evidence=evidence_hash(run),
         mode=pictures,
         pictures=shown,
         script=Markup(script),  # our own file, without a word of the run in it
@@ -99,11 +143,14 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         uses=usage(summary.recommended, summary.case) if summary.recommended else [],
         use_requirement=requirement(summary.case),
         scatter=chart.privacy_utility(summary),
-        control_rows=summary.control.ranked if summary.control else [],
+        control_rows=[r for r in summary.control.ranked if r.status != "not applicable"] if summary.control else [],
         rows=rows,
+        inapplicable=reasons(summary, ["not applicable"]),
+        unfinished=reasons(summary, ["failed", "not run"]),
+        column_terms=COLUMN_TERMS,
         options={
             "defense": list(dict.fromkeys(d.spec for d, _ in rows)),
-            "attack": summary.attacks,
+            "attack": list(dict.fromkeys(r.spec for _, r in rows)),
             "knowledge": list(dict.fromkeys(r.knowledge for _, r in rows)),
             "against": list(dict.fromkeys(r.against for _, r in rows)),
         },
@@ -114,9 +161,29 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         accuracy=chart.accuracy_curves(run.cells.values(), [d.spec for d in summary.defenses]),
         objectives=list(objectives(run, summary)),
         settings=run.settings,
+        hashes=environment and (environment.data_sha256, environment.model_sha256),
         environment=list(flatten(environment.model_dump())) if environment else [],
         case=list(flatten(summary.case.model_dump())),
     )
+
+
+def reasons(summary: Summary, statuses: Sequence[Status]) -> list[Reason]:
+    """Why attacks gave no numbers, each reason once with all that it holds for."""
+    where = defaultdict[tuple[Status, str], dict[str, list[str]]](dict)
+    for defense in summary.defenses:
+        for row in defense.ranked:
+            if row.status in statuses:
+                attacks = where[row.status, row.error or "no reason was stored"]
+                attacks.setdefault(row.spec, []).append(defense.spec)
+    every = len(summary.defenses)
+
+    def under(specs: list[str]) -> str:
+        return "every defense" if len(specs) == every > 1 else listing(specs)
+
+    return [
+        Reason(status, text, [f"{attack} under {under(specs)}" for attack, specs in attacks.items()])
+        for (status, text), attacks in where.items()
+    ]
 
 
 def worst_case(run: RunFolder, case: CaseFacts, defense: DefenseRow, shown: Pictures) -> WorstCase | None:

@@ -7,7 +7,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gradveil.core.text import listing, plural
-from gradveil.report import words
+from gradveil.report import glossary, words
 
 
 def page(template: str, **values: object) -> str:
@@ -20,6 +20,11 @@ def _breakable(spec: str) -> Markup:
     return Markup("<wbr>").join(re.split(r"(?<=[:,+])", spec))
 
 
+def _words(command: str) -> Markup:
+    """A command whose words are broken only where one does not fit in a line."""
+    return Markup(" ").join(Markup('<span class="word">{}</span>').format(word) for word in command.split(" "))
+
+
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=True,
@@ -28,4 +33,5 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters |= {"spec": _breakable, "digits": words.digits, "percent": words.percent, "seconds": words.seconds_text}
-_TEMPLATES.globals |= {"words": words, "listing": listing, "plural": plural}
+_TEMPLATES.filters |= {"terms": glossary.marked, "command": _words}
+_TEMPLATES.globals |= {"words": words, "glossary": glossary, "listing": listing, "plural": plural}

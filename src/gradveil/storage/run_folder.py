@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import platform
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -25,6 +24,7 @@ from gradveil.core.errors import UserError, shown
 from gradveil.core.results import GradientChange, ImagePlace, ImageScores, Record, ScoreRow, Sight, Status, StorableText
 from gradveil.core.text import shorten
 from gradveil.core.types import Tensors
+from gradveil.storage.environment import Environment
 from gradveil.storage.files import alone_in, contents, remove_leftovers, write_tensors, write_text
 from gradveil.storage.reading import MAX_JSON, check_json, read_bytes, read_text, read_yaml, unreadable
 from gradveil.storage.tensor_file import TensorFile, open_tensors
@@ -37,7 +37,6 @@ MAX_PIXELS = 1 << 26  # of one picture, all channels
 _MARK = "This folder belongs to a run of gradveil. What else lies here stays untouched.\n"
 _SEAL = b',\n "sha256": '  # before the hash of all that stands before it
 _PARTS = ("cells", "tensors", "cache", "checkpoints")
-_PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "pytorch-msssim")
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -107,36 +106,6 @@ class Damaged(UserError):
     """A stored cell does not hold what was written. It can be computed again."""
 
 
-class Environment(Record):
-    """Where and on what a run was made."""
-
-    case: str  # a hash of all that the results rest on
-    data_sha256: str
-    model_sha256: str
-    seed: int
-    gradveil: str
-    python: str
-    packages: dict[str, str]
-    platform: StorableText
-    cpus: int | None
-    seconds: float = 0.0
-
-    @classmethod
-    def here(cls, *, case: str, data_sha256: str, model_sha256: str, seed: int) -> Environment:
-        """Of a run on this machine."""
-        return cls(
-            case=case,
-            data_sha256=data_sha256,
-            model_sha256=model_sha256,
-            seed=seed,
-            gradveil=__version__,
-            python=platform.python_version(),
-            packages={name: version(name) for name in _PACKAGES},
-            platform=platform.platform(),
-            cpus=os.cpu_count(),
-        )
-
-
 @dataclass(frozen=True)
 class RunIdentity:
     """What a run is of: two runs of the same terms and case may share a folder, and one resumes the other."""
@@ -163,7 +132,8 @@ class RunFolder:
             write_text(self.path / MARKER, _MARK)
             self._remove_leftovers()
             before = self.environment
-            self._write("environment.json", run.environment.model_copy(update={"seconds": before.seconds} if before else {}))
+            kept = {"seconds": before.seconds, "finished": before.finished} if before else {}
+            self._write("environment.json", run.environment.model_copy(update=kept))
             text = yaml.safe_dump(dict(run.settings), sort_keys=False, allow_unicode=True)
             write_text(self.path / "audit.yaml", f"# gradveil {__version__}\n{text}")
             try:
@@ -223,11 +193,19 @@ class RunFolder:
         """Store what all cells together say."""
         before = self.environment
         if before is not None:
-            self._write("environment.json", before.model_copy(update={"seconds": before.seconds + seconds}))
+            update: dict[str, object] = {"seconds": before.seconds + seconds}
+            if before.finished is None or not self._holds("summary.json", summary):  # else it was only looked at again
+                update["finished"] = datetime.now(UTC).replace(microsecond=0)
+            self._write("environment.json", before.model_copy(update=update))
         self._write("summary.json", summary)
 
     def _write(self, name: str, content: BaseModel) -> None:
-        write_text(self.path / name, content.model_dump_json(indent=1, by_alias=True) + "\n")
+        write_text(self.path / name, _json(content))
+
+    def _holds(self, name: str, content: BaseModel) -> bool:
+        file, text = self.path / name, _json(content).encode()
+        regular = file.is_file() and not file.is_symlink()
+        return regular and file.stat().st_size == len(text) and read_bytes(file, len(text)) == text
 
     @property
     def environment(self) -> Environment | None:
@@ -352,6 +330,10 @@ class RunFolder:
 
     def _tensor_file(self, key: str) -> Path:
         return self.path / "tensors" / f"{key}.safetensors"
+
+
+def _json(content: BaseModel) -> str:
+    return content.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
 def _sha256(file: Path) -> str:
