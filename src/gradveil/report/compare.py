@@ -178,15 +178,14 @@ def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paire
 def _beside(a: DefenseRow, b: DefenseRow, paired: bool) -> Iterator[Change]:
     """What is measured of a defense without an attack, where a side has it: line-up, its proven limit, and the cost."""
     if a.line_up and b.line_up:
-        first, second = ([float(rank == 1) for rank in row.ranks] for row in (a.line_up, b.line_up))
-        length = min(len(first), len(second))
-        groups = [dict(enumerate(values[:length] if paired else values)) for values in (first, second)]
-        low, high = interval(*groups, paired, True)
-        yield Change(LINE_UP, *(float(np.mean([*g.values()])) for g in groups), low, high, min(map(len, groups)))
+        length = min(len(a.line_up.ranks), len(b.line_up.ranks)) if paired else None
+        before, after = (dict(enumerate(float(r == 1) for r in row.ranks[:length])) for row in (a.line_up, b.line_up))
+        low, high = interval(before, after, paired, shares=True)
+        yield Change(LINE_UP, _mean(before), _mean(after), low, high, min(len(before), len(after)))
     limits = [row.line_up.certificate.upper if row.line_up and row.line_up.certificate else None for row in (a, b)]
-    for metric, values in ((LIMIT, limits), (COSINE, [a.cosine, b.cosine]), (ACCURACY, [a.accuracy, b.accuracy])):
-        if values != [None, None]:
-            yield Change(metric, *values)
+    for metric, (first, second) in {LIMIT: limits, COSINE: [a.cosine, b.cosine], ACCURACY: [a.accuracy, b.accuracy]}.items():
+        if first is not None or second is not None:
+            yield Change(metric, first, second)
 
 
 def _worst(attacks: Attacks) -> ScoredImages:
@@ -205,10 +204,13 @@ def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]
         if paired:
             both = [place for place in before if place in after]
             before, after = ({p: values[p] for p in both} for values in (before, after))
-        groups = _by_victim(before), _by_victim(after)
-        low, high = interval(*groups, paired, metric == "identified" and single)
-        first, second = (float(np.mean([*group.values()])) if group else None for group in groups)
-        yield Change(metric, first, second, low, high, min(map(len, groups)))
+        ours, theirs = _by_victim(before), _by_victim(after)
+        low, high = interval(ours, theirs, paired, shares=metric == "identified" and single)
+        yield Change(metric, _mean(ours), _mean(theirs), low, high, min(len(ours), len(theirs)))
+
+
+def _mean(values: Mapping[int, float]) -> float | None:
+    return float(np.mean([*values.values()])) if values else None
 
 
 def _by_victim(values: Mapping[ImagePlace, float]) -> dict[int, float]:
