@@ -146,7 +146,7 @@ def test_fields_that_are_unknown_missing_or_wrong_are_refused(audited: Callable[
 def test_a_line_up_above_its_certificate_is_unreliable(audited: Callable[..., Path]) -> None:
     limit = {
         "mechanism": "gaussian", "noise": 1.0, "upper": 0.05, "m": 10, "advantage": 0.1, "epsilon": 1.0, "delta": 1e-5,
-        "mu": None, "unit": "image", "images_per_person": 1, "releases": 1, "aggregate": 1, "sampling": "none",
+        "mu": None, "unit": "image", "images_per_person": 1, "releases": 1, "aggregate": 1, "sampling": "full",
         "sample_rate": 1.0, "assumptions": [], "void": [],
     }  # fmt: skip
     rate = {"rate": 1.0, "low": 0.4, "high": 1.0, "chance": 0.1}
@@ -216,14 +216,14 @@ def test_the_page_holds_every_card_as_text_and_fetches_nothing(audited: Callable
     cards = cards_of(audited(), {"prune": CLAIM})
     cards[2] = cards[2].model_copy(update={"defense": HOSTILE, "claim": Claim(text=HOSTILE, by=HOSTILE, source=HOSTILE)})
     page = Page(cards_page(cards))
-    assert len(page.of("tbody")) == 3 and "PSNR 5.0 dB its authors; Table 1." in page.text
+    assert len(page.of("tbody")) == 3 and "Claimed: PSNR 5.0 dB its authors, Table 1" in page.text
     assert all(card.evidence.command in page.text and card.evidence.summary_sha256 in page.text for card in cards)
     assert not page.of("img") and len(page.scripts) == 1 and "alert" not in page.scripts[0] and "{{7*7}}" in page.text
     digest = base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode()
     (policy,) = page.of("meta", **{"http-equiv": "Content-Security-Policy"})
     assert f"script-src 'sha256-{digest}'" in policy["content"] and "default-src 'none'" in policy["content"]
     assert not re.search(r"(?:src|srcset)=|@import|url\(|<link", page.source.replace("img src=x", ""))
-    assert not re.search(r"\bis safe\b", page.text.replace("no verdict says that a defense is safe", ""))
+    assert not re.search(r"\bis safe\b", page.text.replace("No verdict says that a defense is safe", ""))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
