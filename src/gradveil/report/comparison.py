@@ -145,7 +145,9 @@ class Comparison:
         if len(self.defenses) == 1:
             verdicts = self.defenses[0].verdicts
             first = f"The verdict changed from “{verdicts[0]}” to “{verdicts[1]}”" if moved else f"Both are “{verdicts[0]}”"
-            got = listing(f"{NAMES[c.metric]} {c.texts[2]}" for c in self.defenses[0].worst if c.clear)
+            units = {"psnr": " dB", "identified": " points"}
+            clearly = [c for c in self.defenses[0].worst if c.clear]
+            got = listing(f"{NAMES[c.metric].partition(',')[0]} {c.texts[2]}{units.get(c.metric, '')}" for c in clearly)
             where = f"; what the worst attack got changed clearly: {got}"
         return f"{first}{where if clear else ', and what the worst attack got changed nowhere clearly'}."
 
