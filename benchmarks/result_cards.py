@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from gradveil.report.cards import Claim, cards_of, cards_page, read_cards
+from gradveil.report.cards import CardClaim, cards_of, cards_page, read_cards
 from gradveil.storage.files import write_text
 from gradveil.storage.reading import read_yaml
 
@@ -34,9 +34,9 @@ def main() -> None:
     print(options.out / "index.html")
 
 
-def published_claims() -> dict[str, Claim]:
+def published_claims() -> dict[str, CardClaim]:
     """Claims by the name of a defense."""
-    return TypeAdapter(dict[str, Claim]).validate_python(read_yaml(CLAIMS))
+    return TypeAdapter(dict[str, CardClaim]).validate_python(read_yaml(CLAIMS))
 
 
 if __name__ == "__main__":

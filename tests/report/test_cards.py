@@ -19,12 +19,12 @@ from test_browser import CHROMIUM, browse
 from gradveil.cli.check import audit_of
 from gradveil.core.errors import UserError
 from gradveil.report.card_check import agreements
-from gradveil.report.cards import Card, Claim, cards_of, cards_page, read_cards
+from gradveil.report.cards import Card, CardClaim, cards_of, cards_page, read_cards
 from gradveil.summary import Summary
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "cards"
 FILES = sorted(FOLDER.glob("*.json"))
-CLAIM = Claim(text="PSNR 5.0 dB", by="its authors", source="Table 1")
+CLAIM = CardClaim(text="PSNR 5.0 dB", by="its authors", source="Table 1")
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ HOSTILE = "<script>alert(1)</script>\"'></style><img src=x onerror=alert(1)>{{7*
 
 def test_the_page_holds_every_card_as_text_and_fetches_nothing(audited: Callable[..., Path]) -> None:
     cards = cards_of(audited(), {"prune": CLAIM})
-    cards[2] = cards[2].model_copy(update={"defense": HOSTILE, "claim": Claim(text=HOSTILE, by=HOSTILE, source=HOSTILE)})
+    cards[2] = cards[2].model_copy(update={"defense": HOSTILE, "claim": CardClaim(text=HOSTILE, by=HOSTILE, source=HOSTILE)})
     page = Page(cards_page(cards))
     assert len(page.of("tbody")) == 3 and "Claimed: PSNR 5.0 dB its authors, Table 1" in page.text
     assert all(card.evidence.command in page.text and card.evidence.summary_sha256 in page.text for card in cards)

@@ -26,7 +26,7 @@ def command(
 
     Example: gradveil card runs/mine --defense prune:ratio=0.9 --out cards
     """
-    from gradveil.report.cards import Claim, cards_of
+    from gradveil.report.cards import CardClaim, cards_of
     from gradveil.storage.files import check_replaceable
 
     stated = [text for text in (claim, by, source) if text is not None]
@@ -34,7 +34,7 @@ def command(
         raise UserError("a claim needs --claim, --by and --source, and one --defense that it is about.")
     cards = cards_of(run, defenses=defense or (), unreliable=unreliable)
     if claim and by and source:
-        cards = [card.model_copy(update={"claim": Claim(text=claim, by=by, source=source)}) for card in cards]
+        cards = [card.model_copy(update={"claim": CardClaim(text=claim, by=by, source=source)}) for card in cards]
     for card in cards:
         check_replaceable(out / card.file_name, '"summary_sha256"')
     for card in cards:

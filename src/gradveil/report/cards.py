@@ -41,7 +41,7 @@ class CardPart(Record):
     model_config = ConfigDict(extra="forbid")
 
 
-class Claim(CardPart):
+class CardClaim(CardPart):
     """What is said of the defense elsewhere."""
 
     text: Line
@@ -61,7 +61,7 @@ class CardCost(CardPart):
     scope: Line | None = None  # how it was trained
 
 
-class Measured(CardPart):
+class CardNumbers(CardPart):
     """What the audit says. Scores take, for every image, the attack that got most of it."""
 
     verdict: Verdict
@@ -75,7 +75,7 @@ class Measured(CardPart):
     cost: CardCost
 
 
-class Evidence(CardPart):
+class CardEvidence(CardPart):
     """Enough to run the audit again, and to know the run that the numbers are from."""
 
     command: Line  # audits this defense alone, with the suite by its name
@@ -93,7 +93,7 @@ class Evidence(CardPart):
     summary_sha256: Sha256  # of the run's summary.json
 
     @model_validator(mode="after")
-    def _consistent(self) -> Evidence:
+    def _consistent(self) -> CardEvidence:
         if (suite := suite_named(self.suite)) is None or suite.name != self.suite:
             raise ValueError(f"no suite is named '{self.suite}'")
         if not self.command.startswith("gradveil audit "):
@@ -110,11 +110,11 @@ class Card(CardPart):
     defense: Line
     stage: tuple[Line, ...]
     counters: tuple[Line, ...]  # attacks that are built to break it
-    claim: Claim | None
-    measured: Measured
+    claim: CardClaim | None
+    measured: CardNumbers
     external: bool  # the numbers were sent by others, and the project has not run the audit again
     unreliable: Line | None  # why the numbers should not be relied on
-    evidence: Evidence
+    evidence: CardEvidence
 
     @model_validator(mode="after")
     def _consistent(self) -> Card:
@@ -157,7 +157,7 @@ def read_cards(folder: Path) -> list[Card]:
 
 def cards_of(
     folder: Path,
-    claims: Mapping[str, Claim] | None = None,
+    claims: Mapping[str, CardClaim] | None = None,
     *,
     defenses: Sequence[str] = (),
     external: bool = True,
@@ -178,7 +178,7 @@ def cards_of(
     digest = hashlib.sha256(read_bytes(folder / "summary.json")).hexdigest()
     cards = []
     for row in (rows[text] for text in defenses or rows):
-        evidence = Evidence(
+        evidence = CardEvidence(
             command=_command(spec, row.spec, summary.suite),
             suite=summary.suite,
             seed=summary.case.seed,
@@ -217,9 +217,9 @@ def _command(spec: AuditSpec, defense: str, suite: str) -> str:
     return command
 
 
-def _measured(row: DefenseRow) -> Measured:
+def _measured(row: DefenseRow) -> CardNumbers:
     worst, best, cost = row.worst, row.best, row.utility
-    return Measured(
+    return CardNumbers(
         verdict=row.verdict,
         p=row.test.p if row.test else None,
         worst_attack=best.spec if best else None,
