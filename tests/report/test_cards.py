@@ -228,7 +228,12 @@ def test_the_page_holds_every_card_as_text_and_fetches_nothing(audited: Callable
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 def test_the_page_sorts_filters_and_keeps_it_in_the_address(audited: Callable[..., Path], tmp_path: Path) -> None:
-    text = cards_page(cards_of(audited(victims=16))).replace('http-equiv="Content-Security-Policy"', 'name="policy"')
+    text = cards_page(cards_of(audited(victims=16)))
+    file = tmp_path / "index.html"
+    file.write_text(text, encoding="utf-8")
+    dom, log = browse(file, tmp_path / "profile")
+    assert "3 of 3 cards" in dom and "CONSOLE" not in log, "the script runs under the page's policy"
+    text = text.replace('http-equiv="Content-Security-Policy"', 'name="policy"')
     probe = """
         const seen = {};
         const shown = () => [...table.tBodies].filter(c => !c.hidden).map(c => c.rows[0].cells[0].dataset.v);
@@ -242,7 +247,6 @@ def test_the_page_sorts_filters_and_keeps_it_in_the_address(audited: Callable[..
         location.hash = "verdict=no+leak+shown"; restore(); seen.restored = shown();
         seen.wide = document.documentElement.scrollWidth; seen.window = innerWidth;
         document.body.dataset.seen = JSON.stringify(seen);"""
-    file = tmp_path / "index.html"
     file.write_text(text.replace("</script>", f"{{{probe}}}</script>"), encoding="utf-8")
     dom, log = browse(file, tmp_path / "profile", width=400)
     answer = re.search(r'data-seen="([^"]*)"', dom)
