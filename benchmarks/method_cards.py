@@ -19,6 +19,7 @@ from typing import Annotated, get_args, get_origin
 
 import torch
 from pydantic.fields import FieldInfo
+from result_cards import published_claims
 
 from gradveil import data as data_sets
 from gradveil import models
@@ -32,18 +33,6 @@ from gradveil.summary import Summary
 
 IMAGES = 6
 MEASURED = "## Measured here"
-PUBLISHED = {
-    "loda": "CIFAR-10: accuracy 95.20 → 89.50 (LODA1), PSNR under IG 16.61 → 5.77 dB, with its adaptive attack 12.95 dB.",
-    "dcs2": "MNIST under GS: PSNR 59.20 → 7.84 dB, SSIM 1.00 → 0.17, accuracy 87.16 → 86.98.",
-    "refiner": "MNIST at α = 1, 100 iterations: MSE 0.030 at PDM 0.50.",
-    "ats": "CIFAR-100, ResNet20, hybrid policy: PSNR 13.88 → 7.64 dB, accuracy 76.88 → 77.92.",
-    "precode": "CIFAR-10, LeNet: PSNR 15.72 → 8.84 dB, ASR 42.5 → 0 %, accuracy 61.19 → 58.99.",
-    "soteria": "DCS²'s Table 1, MNIST: PSNR 9.67 dB, SSIM 0.30.",
-    "prune": "DCS²'s Table 1, MNIST (70 %): PSNR 14.13 dB, SSIM 0.37.",
-    "gaussian": "DCS²'s Table 1, MNIST (0.01): PSNR 35.38 dB, SSIM 0.83.",
-    "mixup": "LODA's Tables 1 and 2, CIFAR-10, k = 4: PSNR 15.01 dB; decoded 29.23 dB.",
-    "instahide": "LODA's Tables 1 and 2, CIFAR-10, k = 4: PSNR 9.51 dB; decoded 10.77 dB.",
-}
 
 
 def main() -> None:
@@ -91,7 +80,8 @@ def measurements(name: str, summaries: list[Summary]) -> list[str]:
 
 
 def published(name: str) -> list[str]:
-    return ["", f"Published: {PUBLISHED[name]}"] if name in PUBLISHED else []
+    claim = published_claims().get(name)
+    return ["", f"Claimed: {claim.text} {claim.by}, {claim.source}."] if claim else []
 
 
 def text(name: str) -> list[str]:

@@ -23,7 +23,8 @@ from gradveil.defenses.base import Defense
 from gradveil.processes.ending import orderly
 from gradveil.processes.temporary import TemporaryFolder
 from gradveil.report.audit_report import Report
-from gradveil.report.compare import Comparison, compare_runs
+from gradveil.report.compare import compare_runs
+from gradveil.report.comparison import Comparison
 from gradveil.report.tune_report import TuneReport
 
 
@@ -108,13 +109,18 @@ def _folder_of(execution: Execution) -> Iterator[tuple[Execution, Callable[[obje
         raise
 
 
-def compare(a: str | Path | Report, b: str | Path | Report, across: Iterable[str] = ()) -> Comparison:
-    """What changed from run `a` to run `b`, for every defense and attack, and whether that is more than chance.
+def compare(
+    a: str | Path | Report, b: str | Path | Report | None = None, defenses: str | Sequence[str] = (), across: Iterable[str] = ()
+) -> Comparison:
+    """What changed from `a` to `b`, for every defense and attack, and whether that is more than chance.
 
-    A run is the folder of a finished audit, or its report. Cases that differ are refused, but for the terms named in
-    `across`.
+    A run is the folder of a finished audit, or its report. With two `defenses`, the first in run `a` is compared with the
+    second in run `b`, or in the same run where there is only one: two settings of a defense. Victims that both sides
+    attacked are compared each with itself. Cases that differ are refused by the names of the terms in which they differ,
+    but for those in `across`. The result has `to_frame()`, `save(FILE)` for a page, and is shown as a table in notebooks.
     """
-    return compare_runs(_folder(a), _folder(b), across)
+    chosen = (defenses,) if isinstance(defenses, str) else tuple(defenses)
+    return compare_runs(_folder(a), None if b is None else _folder(b), chosen, across)
 
 
 def _folder(run: str | Path | Report) -> Path:

@@ -30,6 +30,14 @@ def test_table_and_page(gradveil, audits):
     assert gradveil("compare", a, b, "--quiet") == (0, "", "")
 
 
+def test_two_defenses_of_one_run(gradveil, audits):
+    run = str(audits / "a")
+    code, out, err = gradveil("compare", run, "--defense", "none", "--defense", "clip", "--all")
+    assert (code, err) == (0, "") and "none → clip: " in out and "ig:steps=3" in out
+    code, out, err = gradveil("compare", run, "--defense", "clip")
+    assert code == 2 and out == "" and err.count("\n") == 1 and "it has none and clip" in err
+
+
 def test_other_cases_are_one_line_that_names_the_terms(gradveil, audits):
     code, out, err = gradveil("compare", str(audits / "a"), str(audits / "c"))
     assert code == 2 and out == "" and err.count("\n") == 1 and "batch_size (1 and 2)" in err

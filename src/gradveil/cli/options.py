@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -95,6 +95,15 @@ def check_path(path: Path) -> None:
     parts = [os.fsencode(part) for part in path.parts]
     if max(map(len, parts), default=0) > MAX_NAME or len(os.fsencode(path)) > MAX_PATH:
         raise UserError(f"{shown(str(path))} cannot be the name of a file or folder; give a shorter one.")
+
+
+def fields_in(command: Command, cls: type[T], words: Sequence[str]) -> Given[T]:
+    """What the words of a command give to the fields of a class. Words that are for something else are refused."""
+    values = dict(parser_of(command).make_context(None, [*words]).params)
+    fields: Given[T] = Given(_take(values, cls))
+    if others := [name for name, value in values.items() if value not in (None, False, [], ())]:
+        raise UserError(f"--{others[0].replace('_', '-')} has no place here; leave it out.")
+    return fields
 
 
 def _parameters(cls: type, prefix: str = "") -> list[inspect.Parameter]:

@@ -1,13 +1,13 @@
-"""Two runs side by side: what changed for every defense and attack, and whether that is more than chance.
+"""Compare two runs, or two settings of a defense.
 
-Where both runs attacked the same images the difference of every victim with itself is taken, which cancels how hard a
+Where both sides attacked the same images the difference of every victim with itself is taken, which cancels how hard a
 victim is; else the two groups are compared. A victim is a batch: its images share an update and count as one.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,136 +15,30 @@ import numpy as np
 
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImagePlace, ImageScores, strongest
-from gradveil.core.text import listing, plain, plural, shorten
-from gradveil.report import words
+from gradveil.core.text import listing, plain, shorten
+from gradveil.protection.audited import registered
+from gradveil.report.comparison import (
+    ACCURACY,
+    BESIDE,
+    COSINE,
+    LIMIT,
+    LINE_UP,
+    METRICS,
+    WORST,
+    AttackChange,
+    Change,
+    Comparison,
+    DefenseChange,
+)
 from gradveil.report.intervals import interval
-from gradveil.report.page import page
 from gradveil.report.pictures import attacked
-from gradveil.storage.files import check_replaceable, write_text
-from gradveil.storage.run_folder import RunFolder
+from gradveil.storage.run_folder import Environment, RunFolder
 from gradveil.summary import DefenseRow, Summary
 
-WORST = "worst of all"  # the row of a defense that takes the strongest attack on every image
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
-METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 
 ScoredImages = Mapping[ImagePlace, ImageScores]
 Attacks = Mapping[str, ScoredImages]
-
-
-@dataclass(frozen=True)
-class Change:
-    """One number in both runs. `low` to `high` is where the true difference lies, at the level of 95%."""
-
-    metric: str
-    before: float | None
-    after: float | None
-    low: float | None = None
-    high: float | None = None
-    victims: int = 0
-
-    @property
-    def difference(self) -> float | None:
-        return None if self.before is None or self.after is None else self.after - self.before
-
-    @property
-    def reading(self) -> str:
-        if self.difference is None:
-            return "not measured in both"
-        if self.metric == "accuracy":
-            return "no interval"
-        if self.low is None or self.high is None:
-            return "too few victims to tell"
-        if self.low == self.high == 0:
-            return "the same"
-        if self.low <= 0 <= self.high:
-            return "within noise"
-        return "leaks more" if self.low > 0 else "leaks less"
-
-    @property
-    def clear(self) -> bool:
-        return self.reading.startswith("leaks")
-
-    @property
-    def texts(self) -> tuple[str, str, str]:
-        """Before, after and the difference with its interval, as they are shown."""
-        share, places = self.metric in ("identified", "accuracy"), 2 if self.metric == "ssim" else 1
-        before, after = (words.percent(v, 1) if share else words.digits(v, places) for v in (self.before, self.after))
-        if self.difference is None:
-            return before, after, words.NOTHING
-        numbers = [v for v in (self.difference, self.low, self.high) if v is not None]
-        first, *between = (_signed(100 * v if share else v, places) for v in numbers)
-        shown = self.low != self.high and len(between) == 2
-        return before, after, f"{first} ({' to '.join(between)})" if shown else first
-
-
-def _signed(value: float, places: int) -> str:
-    text = words.digits(value, places)
-    return f"+{text}" if value > 0 and any(c in text for c in "123456789") else text
-
-
-@dataclass(frozen=True)
-class AttackChange:
-    """One attack on one defense in both runs, or the worst of all attacks."""
-
-    attack: str
-    changes: list[Change]
-
-    @property
-    def clear(self) -> bool:
-        return any(c.clear for c in self.changes)
-
-
-@dataclass(frozen=True)
-class DefenseChange:
-    spec: str
-    before: str  # the verdicts
-    after: str
-    rows: list[AttackChange]
-    accuracy: Change
-    notes: list[str]
-
-    @property
-    def verdict(self) -> str:
-        return self.before if self.before == self.after else f"{self.before} → {self.after}"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What changed from the run in `a` to the run in `b`."""
-
-    a: Path
-    b: Path
-    scopes: tuple[str, str]
-    paired: bool
-    victims: tuple[int, int]
-    defenses: list[DefenseChange]
-    notes: list[str]
-
-    @property
-    def method(self) -> str:
-        if self.paired:
-            return f"the same {plural(min(self.victims), 'victim')} in both runs, compared each with itself"
-        return f"other victims in each run ({self.victims[0]} and {self.victims[1]}), compared as two groups"
-
-    @property
-    def headline(self) -> str:
-        if not self.defenses:
-            return "The runs have no defense in common."
-        moved = [d.spec for d in self.defenses if d.before != d.after]
-        clear = [d.spec for d in self.defenses if d.rows and d.rows[0].clear]
-        first = f"The verdict changed for {listing(moved)}" if moved else "No verdict changed"
-        where = f"; what the worst attack got changed clearly under {listing(clear)}"
-        return f"{first}{where if clear else ', and what the worst attack got changed nowhere clearly'}."
-
-    def save(self, file: str | Path) -> Path:
-        """Write one self-contained page without a script."""
-        file = Path(file)
-        if file.is_dir():
-            raise UserError(f"{file} is a folder; --out names the page's file, such as compare.html.")
-        check_replaceable(file, '<meta name="generator" content="gradveil compare">')
-        write_text(file, page("compare.html.j2", comparison=self, names=METRICS))
-        return file
 
 
 @dataclass(frozen=True)
@@ -153,40 +47,76 @@ class _Run:
 
     path: Path
     summary: Summary
-    terms: dict[str, object]
+    environment: Environment | None
     attacks: Mapping[str, Attacks]  # by defense, of those that ran
 
     @classmethod
     def read(cls, path: Path) -> _Run:
         folder, summary = RunFolder(path), Summary.read(path)
-        terms: dict[str, object] = dict(summary.case)
-        if environment := folder.environment:  # one name may stand for other files or weights by now
-            terms |= {"data's content": environment.data_sha256, "model's content": environment.model_sha256}
         got = {
             d.spec: {row.spec: {i.place: i for i in cell.victims} for row, cell in attacked(folder, d) if row.ok}
             for d in summary.defenses
         }
-        return cls(path, summary, terms, got)
+        return cls(path, summary, folder.environment, got)
+
+    @property
+    def terms(self) -> dict[str, object]:
+        terms: dict[str, object] = dict(self.summary.case)
+        if here := self.environment:  # one name may stand for other files or weights by now
+            terms |= {"data's content": here.data_sha256, "model's content": here.model_sha256}
+        return terms
+
+    @property
+    def versions(self) -> dict[str, str]:
+        installed = {} if self.environment is None else {"torch": self.environment.packages.get("torch", "unknown")}
+        return {"gradveil": self.summary.gradveil, "suite": self.summary.suite, **installed}
 
     @property
     def labels(self) -> dict[ImagePlace, int | None]:
         scored = [images for attacks in self.attacks.values() for images in attacks.values()]
         return {place: image.label for images in scored for place, image in images.items()}
 
+    def row(self, text: str) -> DefenseRow:
+        """The row of a defense, whatever its spelling."""
+        rows = {d.spec: d for d in self.summary.defenses}
+        spelled = {_normal(spec): d for spec, d in rows.items()}
+        if row := rows.get(text) or spelled.get(_normal(text)):
+            return row
+        raise UserError(f"{self.path} has no defense {shorten(text, 80)}; it has {listing(rows)}.")
 
-def compare_runs(a: Path, b: Path, across: Iterable[str] = ()) -> Comparison:
-    """Compare two finished runs. Cases that differ are refused, but for the terms named in `across`."""
-    first, second = _Run.read(a), _Run.read(b)
+
+def _normal(text: str) -> str:
+    """A defense without settings that are the default; as it is written where it is not registered."""
+    try:
+        return registered(text).spec
+    except UserError:
+        return text
+
+
+def compare_runs(a: Path, b: Path | None = None, defenses: Sequence[str] = (), across: Iterable[str] = ()) -> Comparison:
+    """Compare two finished runs, or two defenses: of one run, or the first of run `a` with the second of run `b`.
+
+    Cases that differ are refused, but for the terms named in `across`.
+    """
+    first = _Run.read(a)
+    second = first if b is None else _Run.read(b)
+    if len(defenses) > 2 or (b is None and len(defenses) < 2):
+        audited = listing(d.spec for d in first.summary.defenses)
+        raise UserError(f"give two runs, or one run and two defenses: --defense FIRST --defense SECOND; it has {audited}.")
     notes = _check_cases(first, second, set(across))
     paired = _same_victims(first, second)
     ours, theirs = ({d.spec: d for d in run.summary.defenses} for run in (first, second))
-    for path, mine, other in ((a, ours, theirs), (b, theirs, ours)):
-        if alone := [spec for spec in mine if spec not in other]:
-            notes.append(f"Only in {path}: {listing(alone)}.")
-    common = [spec for spec in ours if spec in theirs]
-    changed = [_defense(ours[s], theirs[s], first.attacks[s], second.attacks[s], paired) for s in common]
+    if defenses:
+        pairs = [(first.row(defenses[0]), second.row(defenses[-1]))]
+    else:
+        pairs = [(ours[spec], theirs[spec]) for spec in ours if spec in theirs]
+        for run, mine, other in ((first, ours, theirs), (second, theirs, ours)):
+            if alone := [spec for spec in mine if spec not in other]:
+                notes.append(f"Only in {run.path}: {listing(alone)}.")
+    changed = [_defense(x, y, first.attacks[x.spec], second.attacks[y.spec], paired) for x, y in pairs]
     victims = (first.summary.case.victims, second.summary.case.victims)
-    return Comparison(a, b, (first.summary.scope, second.summary.scope), paired, victims, changed, notes)
+    scopes = (first.summary.scope, second.summary.scope)
+    return Comparison(first.path, second.path, scopes, paired, victims, changed, notes)
 
 
 # -- may they be compared? -------------------------------------------------------------------------------------------
@@ -194,23 +124,23 @@ def compare_runs(a: Path, b: Path, across: Iterable[str] = ()) -> Comparison:
 
 def _check_cases(a: _Run, b: _Run, across: set[str]) -> list[str]:
     """Notes on what differs by permission; terms that differ without it are refused by name."""
-    differs = {n: f"{_short(a.terms.get(n))} and {_short(b.terms.get(n))}" for n in {**a.terms, **b.terms}}
-    differs = {n: text for n, text in differs.items() if a.terms.get(n) != b.terms.get(n)}
+    ours, theirs = a.terms, b.terms
+    differs = {n: f"{_short(ours.get(n))} and {_short(theirs.get(n))}" for n in {**ours, **theirs}}
+    differs = {n: text for n, text in differs.items() if ours.get(n) != theirs.get(n)}
     # Another seed draws another split and other weights, and another name has other content of course.
     follows: dict[str, tuple[str, ...]] = dict.fromkeys(("input_shape", "num_classes", "class_names"), ("data",))
     follows |= dict.fromkeys(("data's content", "mean", "std"), ("data", "seed")) | {"model's content": ("model", "seed")}
     differs = {n: text for n, text in differs.items() if not any(cause in differs for cause in follows.get(n, ()))}
-    if unknown := [n for n in across if n not in {*a.terms, *b.terms, *follows}]:
-        raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(a.terms)}.")
+    if unknown := [n for n in across if n not in {*ours, *theirs, *follows}]:
+        raise UserError(f"--across {unknown[0]}: no term of these cases; they have {', '.join(ours)}.")
     if wrong := [n for n in differs if n not in across and n not in SAMPLING]:
         listed = ", ".join(f"{n} ({differs[n]})" for n in wrong)
         allow = f"to compare all the same: {' '.join(f'--across {shlex.quote(n)}' for n in wrong)}"
         raise UserError(f"the runs are different cases: {listed}. A change could come from that; {allow}.")
     notes = [f"The runs differ in {n}: {text}." for n, text in differs.items()]
-    for name in ("gradveil", "suite"):
-        first, second = getattr(a.summary, name), getattr(b.summary, name)
-        if first != second:
-            notes.append(f"The runs differ in their {name}: {first} and {second}.")
+    for name, version in a.versions.items():
+        if version != b.versions.get(name, version):
+            notes.append(f"The runs differ in their {name}: {version} and {b.versions[name]}.")
     return notes
 
 
@@ -220,10 +150,12 @@ def _short(value: object) -> str:
 
 def _same_victims(a: _Run, b: _Run) -> bool:
     """Same data and draw, and the labels agree. With more victims in one run, the first of them are the same."""
-    if any(a.terms.get(n) != b.terms.get(n) for n in ("data", "data's content", "seed", "batch_size")):
+    drawn_by = ("data", "data's content", "seed", "batch_size", "aggregate", "skip_victims")
+    if any(a.terms.get(n) != b.terms.get(n) for n in drawn_by):
         return False
-    both = a.labels.keys() & b.labels.keys()
-    return bool(both) and all(a.labels[place] == b.labels[place] for place in both)
+    ours, theirs = a.labels, b.labels
+    both = ours.keys() & theirs.keys()
+    return bool(both) and all(ours[place] == theirs[place] for place in both)
 
 
 # -- one defense -----------------------------------------------------------------------------------------------------
@@ -232,11 +164,28 @@ def _same_victims(a: _Run, b: _Run) -> bool:
 def _defense(a: DefenseRow, b: DefenseRow, ours: Attacks, theirs: Attacks, paired: bool) -> DefenseChange:
     rows = [AttackChange(WORST, list(_changes(_worst(ours), _worst(theirs), paired)))] if ours and theirs else []
     rows += [AttackChange(name, list(_changes(ours[name], theirs[name], paired))) for name in ours if name in theirs]
+    if beside := list(_beside(a, b, paired)):
+        rows.append(AttackChange(BESIDE, beside))
     notes = []
     for which, mine, other in (("first", ours, theirs), ("second", theirs, ours)):
         if alone := [name for name in mine if name not in other]:
-            notes.append(f"Only in the {which} run: {listing(alone)}. More attacks alone make the worst of all worse.")
-    return DefenseChange(a.spec, a.verdict, b.verdict, rows, Change("accuracy", a.accuracy, b.accuracy), notes)
+            notes.append(f"Only on the {which} side: {listing(alone)}. More attacks alone make the worst of all worse.")
+    if a.line_up and b.line_up and a.line_up.m != b.line_up.m:
+        notes.append(f"The line-ups have {a.line_up.m} and {b.line_up.m} candidates: with fewer, guessing succeeds more often.")
+    return DefenseChange((a.spec, b.spec), (a.verdict, b.verdict), rows, notes)
+
+
+def _beside(a: DefenseRow, b: DefenseRow, paired: bool) -> Iterator[Change]:
+    """What is measured of a defense without an attack, where a side has it: line-up, its proven limit, and the cost."""
+    if a.line_up and b.line_up:
+        length = min(len(a.line_up.ranks), len(b.line_up.ranks)) if paired else None
+        before, after = (dict(enumerate(float(r == 1) for r in row.ranks[:length])) for row in (a.line_up, b.line_up))
+        low, high = interval(before, after, paired, shares=True)
+        yield Change(LINE_UP, _mean(before), _mean(after), low, high, min(len(before), len(after)))
+    limits = [row.line_up.certificate.upper if row.line_up and row.line_up.certificate else None for row in (a, b)]
+    for metric, (first, second) in {LIMIT: limits, COSINE: [a.cosine, b.cosine], ACCURACY: [a.accuracy, b.accuracy]}.items():
+        if first is not None or second is not None:
+            yield Change(metric, first, second)
 
 
 def _worst(attacks: Attacks) -> ScoredImages:
@@ -255,10 +204,13 @@ def _changes(a: ScoredImages, b: ScoredImages, paired: bool) -> Iterator[Change]
         if paired:
             both = [place for place in before if place in after]
             before, after = ({p: values[p] for p in both} for values in (before, after))
-        groups = _by_victim(before), _by_victim(after)
-        low, high = interval(*groups, paired, metric == "identified" and single)
-        first, second = (float(np.mean([*group.values()])) if group else None for group in groups)
-        yield Change(metric, first, second, low, high, min(map(len, groups)))
+        ours, theirs = _by_victim(before), _by_victim(after)
+        low, high = interval(ours, theirs, paired, shares=metric == "identified" and single)
+        yield Change(metric, _mean(ours), _mean(theirs), low, high, min(len(ours), len(theirs)))
+
+
+def _mean(values: Mapping[int, float]) -> float | None:
+    return float(np.mean([*values.values()])) if values else None
 
 
 def _by_victim(values: Mapping[ImagePlace, float]) -> dict[int, float]:
