@@ -29,7 +29,18 @@ Every table and figure with numbers of five papers is a recipe, run beside the p
 A claim that does not hold at CPU scale does not refute the paper: nets, images and iterations are fewer. What was
 scaled down and what may explain a difference stands with each table.
 
-Other measurements, of the suite, its verdicts and its speed, are the further pages of this part.
+## Other measurements
+
+| question | page |
+|---|---|
+| Which defense survives which attack of the suite? | [standard-v2](suite.md), [standard-v1](suite_v1.md) |
+| Can images of a batch be told apart? After local epochs? | [batches](batches.md), [local epochs](local_epochs.md) |
+| Can somebody tell whether an image was used? | [line-up](line_up.md) |
+| What does a defense cost in accuracy? What does DP-SGD cost in time? | [accuracy](utility.md), [time](per_image.md) |
+| How often is a verdict wrong? | [false alarms](calibration.md), [odd defenses](odd_defenses.md), [stability](stability.md) |
+| How does it compare with another tool? | [the suite beside a peer](peer.md), [speed](speed.md) |
+| Is a plan's time right? Do both engines agree? | [plans](plan.md), [engines](flower.md) |
+| What does it survive? Which Python? How soon does it answer? | [reliability](reliability.md) |
 """
 HEADINGS = {
     "does not hold": "Claims that do not hold here",
