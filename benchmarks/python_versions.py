@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -23,7 +25,7 @@ from record import record, recorded
 
 ROOT = Path(__file__).parents[1]
 TITLE, VERSIONS = "Python versions", ("3.11", "3.12", "3.13")
-QUICK = ("core", "storage", "certification", "data", "models", "metrics")
+QUICK = ("core", "storage", "certification")
 TOOLS = ("pytest", "hypothesis", "scikit-image")
 HEAD = ["| Python | installed | torch | quick tests | `gradveil audit` |", "|---|---|---|---|---|"]
 ABOUT = [
@@ -49,17 +51,23 @@ def checked(*words: object, folder: Path) -> str:
 
 
 def row(python: str, folder: Path) -> list[str]:
-    """Version, and what became of each step; steps after one that failed are not tried."""
+    """Version, and what became of each step; without an installation the others are not tried."""
     version = checked(python, "-c", "import platform; print(platform.python_version())", folder=folder).strip()
-    cells = [version]
-    for step in (installed, torch_version, quick_tests, audit):
-        print(f"{version}: {step.__name__} …", flush=True)
-        try:
-            cells.append(step(python, folder))
-        except RuntimeError as error:
-            cells.append(f"fails: {str(error).replace('|', '/')}")
-            break
-    return cells + ["not tried"] * (5 - len(cells))
+    print(f"{version}: installing …", flush=True)
+    cells = [version, outcome(lambda: installed(python, folder))]
+    if cells[-1].startswith("fails"):
+        return [*cells, *["not tried"] * 3]
+    print(f"{version}: testing and auditing …", flush=True)
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(outcome, lambda step=step: step(folder)) for step in (torch_version, quick_tests, audit)]
+        return cells + [step.result() for step in steps]
+
+
+def outcome(step: Callable[[], str]) -> str:
+    try:
+        return step()
+    except RuntimeError as error:
+        return f"fails: {str(error).replace('|', '/')}"
 
 
 def environment_python(folder: Path) -> Path:
@@ -77,11 +85,11 @@ def installed(python: str, folder: Path) -> str:
     return f"in {time.monotonic() - begun:.0f} s"
 
 
-def torch_version(python: str, folder: Path) -> str:
+def torch_version(folder: Path) -> str:
     return checked(environment_python(folder), "-c", "import torch; print(torch.__version__)", folder=folder).strip()
 
 
-def quick_tests(python: str, folder: Path) -> str:
+def quick_tests(folder: Path) -> str:
     paths = [ROOT / "tests" / name for name in QUICK]
     done = run(environment_python(folder), "-m", "pytest", "-m", "not slow", *paths, folder=ROOT)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
@@ -89,7 +97,7 @@ def quick_tests(python: str, folder: Path) -> str:
     return re.sub(r" in .*$", "", lines[-1].strip("= "))
 
 
-def audit(python: str, folder: Path) -> str:
+def audit(folder: Path) -> str:
     begun = time.monotonic()
     (folder / "empty").mkdir()
     checked(folder / "env" / "bin" / "gradveil", "audit", "--out", "run", "--quiet", folder=folder / "empty")
@@ -98,18 +106,25 @@ def audit(python: str, folder: Path) -> str:
     return f"done in {time.monotonic() - begun:.0f} s"
 
 
+def keep(cells: list[str]) -> None:
+    """Replace the row of this version."""
+    rows = {line.split("|")[1].strip(): line for line in recorded(TITLE).splitlines() if line.startswith("| 3.")}
+    minor = cells[0].rpartition(".")[0] + "."
+    others = {version: text for version, text in rows.items() if not version.startswith(minor)}
+    rows = others | {cells[0]: f"| {' | '.join(cells)} |"}
+    print(rows[cells[0]], flush=True)
+    record(TITLE, "benchmarks/python_versions.py", [*ABOUT, "", *HEAD, *(rows[version] for version in sorted(rows))])
+
+
 def main() -> int:
     named = sys.argv[1:] or [path for version in VERSIONS if (path := shutil.which(f"python{version}"))]
-    rows = {line.split("|")[1].strip(): line for line in recorded(TITLE).splitlines() if line.startswith("| 3.")}
+    failed = False
     for python in named:
         with tempfile.TemporaryDirectory(prefix="gradveil-python-") as folder:
             cells = row(python, Path(folder))
-        line = f"| {' | '.join(cells)} |"
-        print(line, flush=True)
-        minor = cells[0].rpartition(".")[0] + "."
-        rows = {version: text for version, text in rows.items() if not version.startswith(minor)} | {cells[0]: line}
-        record(TITLE, "benchmarks/python_versions.py", [*ABOUT, "", *HEAD, *(rows[version] for version in sorted(rows))])
-    return 0 if not any("fail" in line for line in rows.values()) else 1
+        keep(cells)
+        failed |= any("fail" in cell for cell in cells)
+    return int(failed)
 
 
 if __name__ == "__main__":
