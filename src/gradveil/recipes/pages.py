@@ -42,7 +42,7 @@ scaled down and what may explain a difference stands with each table.
 | Is a plan's time right? Do both engines agree? | [plans](plan.md), [engines](flower.md) |
 | What does it survive? Which Python? How soon does it answer? | [reliability](reliability.md) |
 """
-HEADINGS = {
+HEADINGS: dict[ClaimVerdict, str] = {
     "does not hold": "Claims that do not hold here",
     "cannot be told": "Claims that cannot be told at this scale",
     "holds": "Claims that hold here",
