@@ -84,7 +84,7 @@ def command(
                 say=say,
             )
             if not quiet:
-                _show_result(recipe, result, console)
+                show_result(recipe, result, console)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130
@@ -108,7 +108,7 @@ def _chosen(wanted: list[str]) -> "list[Recipe]":
     return [load(name) for name in dict.fromkeys(chosen)]
 
 
-def _show_result(recipe: "Recipe", result: "RecipeResult", console: "Console") -> None:
+def show_result(recipe: "Recipe", result: "RecipeResult", console: "Console") -> None:
     """The table beside the published one, and what became of the claims."""
     from gradveil.recipes.pages import NOT_RUN, entry_text, printed_text, scaled_down
     from gradveil.report.fitted_table import FittedColumn, FittedTable
