@@ -9,16 +9,19 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "reliability.md"
 HEAD = """# What it survives
 
-Faults injected on purpose, and what became of them. Every section is written by a script in `benchmarks/faults/`.
+Faults injected on purpose, and what became of them; where it was installed, and how soon it answers. Every section is written
+by the script that it names.
 """
 ORDER = ("Kills", "Bad input", "Defenses that misbehave", "Faults of 0.1.0", "Many machines", "Load", "Installation")
+ORDER += ("Python versions", "Time to the first line")
 
 
 def record(title: str, script: str, lines: list[str]) -> None:
-    """Replace the section `title` of docs/results/reliability.md."""
+    """Replace the section `title` of docs/results/reliability.md. `script` is in benchmarks/faults, or has its folder."""
     sections = _sections()
+    path = script if "/" in script else f"benchmarks/faults/{script}"
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores."
-    sections[title] = "\n".join([f"Written by `benchmarks/faults/{script}`. {where}", "", *lines]).rstrip() + "\n"
+    sections[title] = "\n".join([f"Written by `{path}`. {where}", "", *lines]).rstrip() + "\n"
     titles = [t for t in ORDER if t in sections] + [t for t in sections if t not in ORDER]
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(HEAD + "".join(f"\n## {t}\n\n{sections[t]}" for t in titles), encoding="utf-8")

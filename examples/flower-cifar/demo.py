@@ -1,9 +1,9 @@
 """What the server of a Flower app can rebuild, then the same app with one line changed.
 
-    python demo.py [--defense gaussian:std=0.01] [--victims 4] [--out runs/flower-cifar]
+    python demo.py [--defense gaussian:std=0.01] [--victims 4] [--data mnist-5k] [--out runs/flower-cifar]
 
 Two runs of the app as it is, two with the line changed: one round in which every client holds a single image, whose
-updates are attacked, and a training with 500 images a client, whose accuracy is told. Pictures go to OUT.
+updates are attacked, and a training with 500 images per client, whose accuracy is told. Pictures go to OUT.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from flower_cifar.task import Net, dataset, images_of
+from flower_cifar.task import Net, choose_data, dataset, images_of
 from local import captured, copy_of_app, federation, free_port, settings
 from PIL import Image
 from torch import Tensor
@@ -41,7 +41,7 @@ def demo(defense: str, victims: int, rounds: int, attack: str, out: Path) -> Non
             for folder in (one, many):
                 shutil.rmtree(folder, ignore_errors=True)
             quick = settings(one, rounds=1, images=1, batch_size=1, local_epochs=1)
-            print(f"{name}: one round with a single image a client …", flush=True)
+            print(f"{name}: one round with a single image per client …", flush=True)
             here.run(app, quick, "--federation-config", nodes, timeout=600)
             print(f"{name}: {rounds} rounds of training …", flush=True)
             here.run(app, settings(many, rounds=rounds), "--federation-config", nodes, timeout=1800)
@@ -55,13 +55,13 @@ def demo(defense: str, victims: int, rounds: int, attack: str, out: Path) -> Non
 
 def leak(folder: Path, victims: int, attack: str, picture: Path) -> dict[str, object]:
     """What the captured updates of the first clients give away; the client's number is read only to score them."""
-    found = {}
+    updates = {}
     for path in captured(folder):
         _, facts = load_update(path)
-        found[int(facts["reported"]["metrics"]["part"])] = path
+        updates[int(facts["reported"]["metrics"]["part"])] = path
     rows = []
     for client in range(victims):
-        rebuilt = gv.attack_update(found[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors")
+        rebuilt = gv.attack_update(updates[client], Net, attacks=[attack], before=folder / "round-001" / "before.safetensors")
         rows.append(rebuilt.by_attack[rebuilt.best].images)
     guess, truth = torch.cat(rows), [images_of(client, CLIENTS, 1) for client in range(victims)]
     private = Batch(torch.cat([b.x for b in truth]), torch.cat([b.y for b in truth]))
@@ -91,5 +91,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=10, help="of the training")
     parser.add_argument("--attack", default="swift")
     parser.add_argument("--out", type=Path, default=Path("runs/flower-cifar"))
-    given = parser.parse_args()
-    demo(given.defense, given.victims, given.rounds, given.attack, given.out.resolve())
+    parser.add_argument("--data", help="in place of CIFAR-10, such as mnist-5k, which is embedded")
+    options = parser.parse_args()
+    choose_data(options.data)
+    demo(options.defense, options.victims, options.rounds, options.attack, options.out.resolve())

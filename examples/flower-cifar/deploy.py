@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from flower_cifar.task import choose_data
 from local import captured, copy_of_app, federation, free_port, settings
 
 from gradveil.storage.updates import load_update
@@ -61,14 +62,14 @@ def certificates(folder: Path) -> dict[str, Path]:
 def deploy(defense: str, rounds: int, images: int, out: Path) -> None:
     with federation() as here:
         tls = certificates(here.folder / "certificates")
-        own = ["--ssl-ca-certfile", tls["ca.crt"], "--ssl-certfile", tls["server.crt"], "--ssl-keyfile", tls["server.key"]]
+        server = ["--ssl-ca-certfile", tls["ca.crt"], "--ssl-certfile", tls["server.crt"], "--ssl-keyfile", tls["server.key"]]
         port = free_port()
-        link = ["--host", "127.0.0.1", "--port", str(port), *map(str, own)]
+        link = ["--host", "127.0.0.1", "--port", str(port), *map(str, server)]
         here.start("superlink", "flower-superlink", *link)
         here.connect(port, certificate=tls["ca.crt"])
         for client in range(2):
             node = ["--superlink", f"127.0.0.1:{port}", "--root-certificates", str(tls["ca.crt"])]
-            api = ["--host", "127.0.0.1", "--port", str(free_port()), *map(str, own)]
+            api = ["--host", "127.0.0.1", "--port", str(free_port()), *map(str, server)]
             place = ["--node-config", f"partition-id={client} num-partitions=2"]
             here.start(f"supernode-{client}", "flower-supernode", *node, *api, *place)
         app = copy_of_app(here.folder, defense)
@@ -93,5 +94,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--images", type=int, default=100, help="of each client")
     parser.add_argument("--out", type=Path, default=Path("runs/deployed"), help="what the server writes")
-    given = parser.parse_args()
-    deploy(given.defense, given.rounds, given.images, given.out.resolve())
+    parser.add_argument("--data", help="in place of CIFAR-10, such as mnist-5k, which is embedded")
+    options = parser.parse_args()
+    choose_data(options.data)
+    deploy(options.defense, options.rounds, options.images, options.out.resolve())

@@ -21,9 +21,9 @@ STOCK_LINE = "@app.train()"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Federation:
@@ -112,16 +112,16 @@ def end(group: int, hard: bool = False) -> None:
 @contextmanager
 def federation() -> Iterator[Federation]:
     folder = Path(tempfile.mkdtemp(prefix="flower-cifar-"))
-    found = Federation(folder)
+    started = Federation(folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # asked to end: not without ending what was started
     try:
-        yield found
+        yield started
     except BaseException:
         print(f"logs are kept in {folder}", file=sys.stderr)
-        found.stop()
+        started.stop()
         raise
     else:
-        found.stop()
+        started.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -145,5 +145,5 @@ def settings(out: Path, **values: float) -> str:
 
 
 def captured(out: Path) -> Sequence[Path]:
-    """The updates of round 1, one a client."""
+    """The updates of round 1, one per client."""
     return sorted((out / "round-001").glob("client-*.safetensors"))

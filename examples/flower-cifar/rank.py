@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from flower_cifar.task import dataset, network
+from flower_cifar.task import choose_data, dataset, network
 from local import HERE
 
 import gradveil as gv
@@ -82,8 +82,8 @@ def rank(victims: int, rounds: int, out: Path) -> None:
     if best and best["verdict"] != "leaks":
         print(f"best at a loss of at most {MOST:g} points: {best['line']}, {best['verdict']}")
     else:
-        what = f"best at a loss of at most {MOST:g} points is {best['line']}, and it leaks" if best else "none is cheap"
-        print(f"{what}; without a defense, with larger batches and more steps:")
+        outcome = f"best at a loss of at most {MOST:g} points is {best['line']}, and it leaks" if best else "none is cheap"
+        print(f"{outcome}; without a defense, with larger batches and more steps:")
         result["wider"] = []
         for how in WIDER:
             name = "-".join(f"{key}-{value}" for key, value in how.items())
@@ -98,5 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--victims", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10, help="of the training")
     parser.add_argument("--out", type=Path, default=Path("runs/flower-cifar-rank"))
-    given = parser.parse_args()
-    rank(given.victims, given.rounds, given.out.resolve())
+    parser.add_argument("--data", help="in place of CIFAR-10, such as mnist-5k, which is embedded")
+    options = parser.parse_args()
+    choose_data(options.data)
+    rank(options.victims, options.rounds, options.out.resolve())

@@ -11,7 +11,7 @@ import pytest
 import record_catalogue
 import typer
 
-from gradveil.cli import COMMANDS, _loading
+from gradveil.cli import COMMANDS, loading
 from gradveil.cli.catalogue import KINDS, catalogue
 from gradveil.cli.described import described_parser
 from gradveil.cli.options import parser_of
@@ -94,16 +94,26 @@ def test_help_in_the_place_of_a_value_is_told(gradveil) -> None:
     assert code == 2 and err == "gradveil: --help stands where audit expects a value; give the value first.\n"
 
 
-def test_a_terminal_shows_a_line_while_a_command_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_line_is_shown_while_a_command_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    with _loading("audit", quiet=False):
-        pass
-    assert capsys.readouterr().err == "", "no terminal"
+    with loading("audit"):
+        assert capsys.readouterr().err == "gradveil audit: loading PyTorch …\n", "the first line of a log"
+    for words in ({"name": "certify"}, {"name": "audit", "quiet": True}):
+        with loading(**words):
+            pass
+        assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with _loading("audit", quiet=True):
+    with loading("audit", quiet=True):
         pass
     assert capsys.readouterr().err == ""
-    with _loading("audit", quiet=False):
+    with loading("certify"):
         shown = capsys.readouterr().err
-        assert shown.startswith("gradveil audit: loading") and "\n" not in shown
+        assert shown.startswith("gradveil certify: loading") and "\n" not in shown
     assert capsys.readouterr().err == f"\r{' ' * len(shown)}\r"
+
+
+def test_the_log_of_an_audit_begins_before_torch_is_loaded(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradveil.cli import main; main(['audit', '--plan'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (7, "gradveil audit: loading PyTorch …\n")

@@ -23,13 +23,18 @@ def test_slips_are_told_in_a_line(gradveil) -> None:
     assert "name a recipe" in gradveil("reproduce")[2]
 
 
-def test_a_recipe_of_ones_own_is_run_and_its_page_section_printed(gradveil, tmp_path) -> None:
+def test_a_recipe_of_ones_own_is_run_and_its_table_printed_in_80_columns(gradveil, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "mine.yaml"
     file.write_text(
         "title: Mine\naudits: {a: {data: mnist-5k, victims: 1}}\ncell: {audit: a, attack: 'ig:steps=2'}\n"
-        "rows: {none: {defense: none}}\ncolumns: {PSNR: {metric: psnr}}\nsource: nothing.\n"
-        "claims: [{text: it is exact, at_least: [60, none | PSNR]}]\n"
+        "rows: {none: {defense: none}}\ncolumns: {PSNR: {metric: psnr}}\npublished: {none: [41.5]}\n"
+        "source: Table 3 of nothing.\nclaims: [{text: it is exact, at_least: [60, none | PSNR]}]\n"
     )
     code, out, _ = gradveil("reproduce", str(file), "--out", str(tmp_path / "out"))
-    assert code == 0 and "| it is exact | does not hold |" in out
+    assert code == 0 and "|" not in out.replace("none | PSNR", "")
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert "row column here published" in words and " 41.5 " in words and "it is exact does not hold" in words
+    assert "Published: Table 3 of nothing." in out
     assert (tmp_path / "out" / "results").is_dir()

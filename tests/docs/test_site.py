@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -40,6 +41,23 @@ def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     reference = (site / "reference" / "index.html").read_text(encoding="utf-8")
     assert "Play the curious server" in reference, "docstrings are in"
     assert (site / "images" / "report.png").stat().st_size > 20_000
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert "how-to/everything-leaks.html" in {entry["location"] for entry in index["docs"]}, "search finds every page"
+
+
+def test_the_site_is_served_on_loopback_alone() -> None:
+    target = re.search(r"^docs-serve: docs\n\t(.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert target and "http.server --bind 127.0.0.1 --directory site" in target[1]
+
+
+def test_the_start_page_leads_the_three_readers_on() -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    parts = page.split("\n### ")[1:]
+    assert [part.split()[1] for part in parts] == ["engineer", "researcher", "privacy"]
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "how-to").glob("*.md")]
+    assert all(len(re.findall(r"\]\([\w/.-]+\.md", part)) >= 4 for part in parts)
+    # Pages of others may be new; most are reached from here.
+    assert sum(f"]({name}" in page for name in pages) >= 11
 
 
 def test_the_workflow_is_yaml_and_its_audit_can_be_planned(

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 import gradveil
-from flower_cifar.task import OPTIMIZER, dataset, network, test
+from flower_cifar.task import OPTIMIZER, about_data, dataset, network, test
 
 app = ServerApp()
 
@@ -18,6 +18,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config, data = context.run_config, dataset()
+    print(about_data())
     out = Path(str(config["out"])).resolve()
     facts = {"input_shape": list(data.input_shape), "num_classes": data.num_classes}
     facts |= {"mean": data.mean.tolist(), "std": data.std.tolist(), "local_optimizer": OPTIMIZER}

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
 from gradveil.core.types import Batch
 from gradveil.data import DataSet, load
 from gradveil.data.catalogue import NAMED_SETS
 from gradveil.federation.partition import share
 
+CHOICE = "FLOWER_CIFAR_DATA"  # the variable that names other data
 OPTIMIZER = "sgd:momentum=0.9"  # of the clients, as gradveil writes it
 
 
 class Net(nn.Module):
-    """Two 5×5 convolutions with max-pooling, then layers of 120, 84 and one unit a class."""
+    """Two 5×5 convolutions with max-pooling, then layers of 120, 84 and one unit per class."""
 
     def __init__(self, input_shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10):
         super().__init__()
@@ -40,8 +43,29 @@ class Net(nn.Module):
 
 @lru_cache
 def dataset() -> DataSet:
-    """CIFAR-10 from the folder that GRADVEIL_DATA names; without it the embedded MNIST digits, so that all still runs."""
-    return load("cifar10:private=5000" if NAMED_SETS["cifar10"].available() else "mnist-5k")
+    """CIFAR-10, or the data that the variable FLOWER_CIFAR_DATA names; never one in the place of the other."""
+    source = os.environ.get(CHOICE) or "cifar10:private=5000"
+    if source.startswith("cifar10") and not NAMED_SETS["cifar10"].available():
+        raise UserError(
+            "this example uses CIFAR-10, which is not here: put its files into cifar10/ in the folder that GRADVEIL_DATA "
+            f"names, or choose 5,000 embedded digits with --data mnist-5k ({CHOICE}=mnist-5k for `flwr run`)."
+        )
+    return load(source)
+
+
+def choose_data(source: str | None) -> None:
+    """Choose the data for this process and those that it starts, and say which it is; the program ends where it is not here."""
+    if source:
+        os.environ[CHOICE] = source
+    try:
+        print(about_data(), flush=True)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+
+
+def about_data() -> str:
+    data = dataset()
+    return f"data: {data.name}, {len(data.private):,} private images"
 
 
 def network() -> Net:

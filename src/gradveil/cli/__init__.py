@@ -51,6 +51,7 @@ COMMANDS = {
 }
 
 LIGHT = ("list", "show", "compare", "reproduce")  # files that load nothing slow before the command begins
+LONG = ("audit", "tune", "attack", "protect", "search", "train", "reproduce")  # a log of them begins at once
 
 # What the parser raises for a wrong command line; typer has it from click, or brings its own copy.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
@@ -77,7 +78,7 @@ class _Commands(typer.core.TyperGroup):
         name, *others = args
         if name in COMMANDS and "--help" in others:
             return name, _described(name), others
-        with _loading(name, quiet="--quiet" in others or name in LIGHT):
+        with loading(name, quiet="--quiet" in others or name in LIGHT):
             return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -98,17 +99,18 @@ def _described(name: str) -> click.Command:
 
 
 @contextmanager
-def _loading(name: str, quiet: bool) -> Iterator[None]:
-    """A line on the terminal until the command is loaded."""
-    text = f"gradveil {name}: loading PyTorch …"
-    if quiet or name not in COMMANDS or "torch" in sys.modules or not sys.stderr.isatty():
+def loading(name: str, quiet: bool = False) -> Iterator[None]:
+    """A line until the command is loaded: on a terminal it goes away again, in a log it is the first one of a long command."""
+    text, terminal = f"gradveil {name}: loading PyTorch …", sys.stderr.isatty()
+    if quiet or name not in COMMANDS or "torch" in sys.modules or not (terminal or name in LONG):
         yield
         return
-    print(text, end="", file=sys.stderr, flush=True)
+    print(text, end="" if terminal else "\n", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
+        if terminal:
+            print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
 
 
 app = typer.Typer(name="gradveil", cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)

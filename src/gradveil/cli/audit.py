@@ -19,6 +19,7 @@ from gradveil.auditing.progress import display_on
 from gradveil.auditing.replay import replayed_rounds
 from gradveil.auditing.run import Stopped, default_folder, identity_of, run_audit
 from gradveil.auditing.spec import AuditSpec, make_spec, read_spec
+from gradveil.cli.bar import progress_bar
 from gradveil.cli.options import Given, Quiet
 from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
@@ -135,9 +136,13 @@ def _show_plan(case: Case, execution: Execution) -> None:
     table = FittedTable([FittedColumn("cell"), FittedColumn("kind", left_out=1), FittedColumn("CPU seconds", "right")])
     reasons = Counter[str]()
     expected, limit = dict[str, float](), 0.0
+    times, stored_keys = dict[str, CellTime](), {cell.key for cell in plan if folder.read(cell.key) is not None}
+    with progress_bar("trying cells", quiet=False) as show:  # each for a moment
+        for number, cell in enumerate(plan):
+            show(f"trying {plain(str(cell))}", number, len(plan))
+            times[cell.key] = CellTime(0.0, 0.0) if cell.key in stored_keys else estimate.cell(cell)
     for cell in plan:
-        stored = folder.read(cell.key) is not None
-        time = CellTime(0.0, 0.0) if stored else estimate.cell(cell)
+        time, stored = times[cell.key], cell.key in stored_keys
         expected[cell.key] = time.seconds
         limit += time.limit
         if time.reason:

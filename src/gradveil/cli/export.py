@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from gradveil.cli.layout import hanging
 from gradveil.cli.options import Quiet
 from gradveil.core.text import plain
 
@@ -30,8 +31,8 @@ def command(
     file = protection.save(out)
     if quiet:
         return
-    typer.echo(plain(f"{file}: {protection.defense} ({protection.verdict}), {protection.units}."))
-    typer.echo(plain(requirement(summary.case)))
+    typer.echo(hanging("", plain(f"{file}: {protection.defense} ({protection.verdict}), {protection.units}.")))
+    typer.echo(hanging("", plain(requirement(summary.case))))
     for use in usage(row, summary.case, str(file)):
         typer.echo(f"\n{use.title}:\n")
         typer.echo("\n".join(f"    {plain(line)}" if line else "" for line in use.code.splitlines()))

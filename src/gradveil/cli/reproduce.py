@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from pydantic import Field
 
+from gradveil.cli import loading
+from gradveil.cli.layout import hanging
 from gradveil.cli.list import print_kind
 from gradveil.cli.options import Quiet
 from gradveil.core.errors import UserError
@@ -13,7 +15,10 @@ from gradveil.core.settings import settings
 from gradveil.core.text import plural
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gradveil.recipes import Recipe, Scale  # which load torch
+    from gradveil.recipes.result import RecipeResult
 
 
 @settings
@@ -44,13 +49,14 @@ def command(
     if listed:
         print_kind("recipes")
         return 0
-    from rich.console import Console
+    with loading("reproduce", quiet):
+        from rich.console import Console
 
-    from gradveil.auditing.limits import find_device
-    from gradveil.auditing.progress import display_on
-    from gradveil.auditing.run import Stopped
-    from gradveil.recipes import pages
-    from gradveil.recipes.run import run_recipe
+        from gradveil.auditing.limits import find_device
+        from gradveil.auditing.progress import display_on
+        from gradveil.auditing.run import Stopped
+        from gradveil.recipes import pages
+        from gradveil.recipes.run import run_recipe
 
     find_device(reproduction.device)
     recipes = _chosen(name or [])
@@ -78,7 +84,7 @@ def command(
                 say=say,
             )
             if not quiet:
-                console.print("\n".join(pages.section(recipe, result)), markup=False, highlight=False, soft_wrap=True)
+                show_result(recipe, result, console)
     except Stopped as stopped:
         typer.echo(f"gradveil: {stopped}", err=True)
         return 130
@@ -100,6 +106,36 @@ def _chosen(wanted: list[str]) -> "list[Recipe]":
         else:
             chosen.append(name)
     return [load(name) for name in dict.fromkeys(chosen)]
+
+
+def show_result(recipe: "Recipe", result: "RecipeResult", console: "Console") -> None:
+    """The table beside the published one, and what became of the claims."""
+    from gradveil.recipes.pages import NOT_RUN, entry_text, printed_text, scaled_down
+    from gradveil.report.fitted_table import FittedColumn, FittedTable
+    from gradveil.report.words import seconds_text
+
+    typer.echo("\n" + hanging("", f"{recipe.name}: {recipe.title}, at scale {result.scale}") + "\n")
+    numbers = [FittedColumn("here", "right"), *([FittedColumn("published", "right")] if recipe.published else [])]
+    table = FittedTable([FittedColumn("row"), FittedColumn("column"), *numbers])
+    for row in recipe.rows:
+        for number, column in enumerate(recipe.columns):
+            published = [printed_text(recipe.published[row][number])] if recipe.published else []
+            table.add_row("" if number else row, column, entry_text(result.rows.get(row, {}).get(column, NOT_RUN)), *published)
+        table.add_section()
+    console.print(table)
+    typer.echo()
+    if result.claims:
+        claims = FittedTable([FittedColumn("claim"), FittedColumn("here"), FittedColumn("figures", left_out=1)])
+        for claim in result.claims:
+            claims.add_row(claim.claim, claim.verdict, claim.figures)
+        console.print(claims)
+        typer.echo()
+    notes = {"Published": " ".join(recipe.source.split()), "Note": " ".join((recipe.comment or "").split())}
+    notes["Scaled down"] = "; ".join(scaled_down(recipe)) if result.scale == "cpu" else ""
+    notes["Work in all its cells"] = seconds_text(result.seconds)
+    for title, text in notes.items():
+        if text:
+            typer.echo(hanging(f"{title}: ", text))
 
 
 def _show_plan(recipe: "Recipe", scale: "Scale") -> None:

@@ -21,16 +21,32 @@ HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over
 claim holds, does not hold, or cannot be told: two means must differ by more than two standard errors, victim by
 victim where the victims are the same. *Scaled down* is what this run took in place of the paper's settings;
 `--scale paper` takes those."""
-INDEX = """# The papers' tables, run here
+INDEX = """# Which of the papers' claims hold here
 
-Every table and figure with numbers of five papers, as recipes: `gradveil reproduce --list`. Written by
-`gradveil reproduce all --docs`. {run} of {all} recipes were run; of their claims {verdicts} at this scale.
+Every table and figure with numbers of five papers is a recipe, run beside the published numbers: `gradveil reproduce --list`.
+{run} of {all} recipes were run; of their claims {verdicts} at this scale. Written by `gradveil reproduce all --docs`.
 
 A claim that does not hold at CPU scale does not refute the paper: nets, images and iterations are fewer. What was
 scaled down and what may explain a difference stands with each table.
 
-| recipe | claim | here |
-|---|---|---|"""
+## Other measurements
+
+| question | page |
+|---|---|
+| Which defense survives which attack of the suite? | [standard-v2](suite.md), [standard-v1](suite_v1.md) |
+| Can images of a batch be told apart? After local epochs? | [batches](batches.md), [local epochs](local_epochs.md) |
+| Can somebody tell whether an image was used? | [line-up](line_up.md) |
+| What does a defense cost in accuracy? What does DP-SGD cost in time? | [accuracy](utility.md), [time](per_image.md) |
+| How often is a verdict wrong? | [false alarms](calibration.md), [odd defenses](odd_defenses.md), [stability](stability.md) |
+| How does it compare with another tool? | [the suite beside a peer](peer.md), [speed](speed.md) |
+| Is a plan's time right? Do both engines agree? | [plans](plan.md), [engines](flower.md) |
+| What does it survive? Which Python? How soon does it answer? | [reliability](reliability.md) |
+"""
+HEADINGS: dict[ClaimVerdict, str] = {
+    "does not hold": "Claims that do not hold here",
+    "cannot be told": "Claims that cannot be told at this scale",
+    "holds": "Claims that hold here",
+}
 PLURAL = {"holds": "hold", "does not hold": "do not hold"}
 
 
@@ -73,14 +89,14 @@ def section(recipe: Recipe, result: RecipeResult | None) -> list[str]:
     lines = [f"## {recipe.name}", "", f"{recipe.title}."]
     if result is None:
         return [*lines, "", "Not run.", *_published(recipe)]
-    ours = {row: [_entry(result.rows.get(row, {}).get(c, NOT_RUN)) for c in recipe.columns] for row in recipe.rows}
+    ours = {row: [entry_text(result.rows.get(row, {}).get(c, NOT_RUN)) for c in recipe.columns] for row in recipe.rows}
     lines += ["", f"Here, at scale {result.scale}:", "", *_table(recipe, ours), *_published(recipe)]
     if result.claims:
         lines += ["", "| claim | here | figures |", "|---|---|---|"]
         lines += [f"| {c.claim} | {c.verdict} | {c.figures.replace(' | ', ' / ')} |" for c in result.claims]
     if recipe.comment:
         lines += ["", " ".join(recipe.comment.split())]
-    if result.scale == "cpu" and (text := "; ".join(_reduced(recipe))):
+    if result.scale == "cpu" and (text := "; ".join(scaled_down(recipe))):
         lines += ["", f"Scaled down: {text}."]
     about = result.environment
     return [
@@ -94,7 +110,7 @@ def section(recipe: Recipe, result: RecipeResult | None) -> list[str]:
 def _published(recipe: Recipe) -> list[str]:
     lines = ["", f"Published: {' '.join(recipe.source.split())}"] if recipe.source else []
     if recipe.published:
-        rows = {row: [_printed(value) for value in values] for row, values in recipe.published.items()}
+        rows = {row: [printed_text(value) for value in values] for row, values in recipe.published.items()}
         lines += ["", "Published:", "", *_table(recipe, rows)]
     return lines
 
@@ -105,14 +121,16 @@ def _table(recipe: Recipe, rows: dict[str, list[str]]) -> list[str]:
     return lines + [f"| {row} | {' | '.join(values)} |" for row, values in rows.items()]
 
 
-def _entry(entry: TableEntry) -> str:
+def entry_text(entry: TableEntry) -> str:
+    """A measured value of a table."""
     if isinstance(entry, str):
         return entry.partition(":")[0] if entry.startswith(("failed", "not applicable")) else entry
     mean, std, n = entry
     return _number(mean) + (f" ± {_number(std)}" if std and n > 1 else "")
 
 
-def _printed(value: Printed) -> str:
+def printed_text(value: Printed) -> str:
+    """A published value of a table."""
     if value is None:
         return "–"
     return f"{value[0]} ± {value[1]}" if isinstance(value, tuple) else str(value)
@@ -123,7 +141,7 @@ def _number(value: float) -> str:
     return f"{value:.{sum(abs(value) < limit for limit in (100, 10, 1))}f}"
 
 
-def _reduced(recipe: Recipe) -> Iterator[str]:
+def scaled_down(recipe: Recipe) -> Iterator[str]:
     """What differs between the scales, as the recipe writes it, so that nothing is left out."""
     texts: dict[str, None] = {}
     for part in ("common", "audits", "measures", "names", "rows", "columns", "cell"):
@@ -161,12 +179,14 @@ def _index(results: dict[str, RecipeResult]) -> list[str]:
     counts = Counter(claim.verdict for result in results.values() for claim in result.claims)
     verdicts = ", ".join(f"{counts[verdict]} {PLURAL.get(verdict, verdict)}" for verdict in get_args(ClaimVerdict))
     lines = [INDEX.format(run=len(results), all=len(all_names()), verdicts=verdicts)]
-    for name in all_names():
-        link = f"[{name}]({name.partition('/')[0]}.md#{name.replace('/', '')})"
-        if name not in results:
-            lines.append(f"| {link} | | not run |")
-            continue
-        claims = [f"{claim.claim} | {claim.verdict}" for claim in results[name].claims]
-        claims = claims or ["(the paper makes no claim that figures bear out) | "]
-        lines += [f"| {link} | {claim} |" for claim in claims]
-    return lines
+    links = {name: f"[{name}]({name.partition('/')[0]}.md#{name.replace('/', '')})" for name in all_names()}
+    for verdict, heading in HEADINGS.items():
+        lines += [f"## {heading} ({counts[verdict]})", "", "| recipe | claim |", "|---|---|"]
+        for name, result in results.items():
+            lines += [f"| {links[name]} | {claim.claim} |" for claim in result.claims if claim.verdict == verdict]
+        lines.append("")
+    silent = [links[name] for name, result in results.items() if not result.claims]
+    missing = [links[name] for name in links if name not in results]
+    lines += [f"The paper makes no claim that figures bear out: {', '.join(silent)}.", ""] if silent else []
+    lines += [f"Not run: {', '.join(missing)}.", ""] if missing else []
+    return lines[:-1]

@@ -31,10 +31,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_two_rounds_over_tls_with_defended_clients(tmp_path: Path) -> None:
     """On the embedded digits, so that no file is needed; every process that was started has ended."""
-    environment = {k: v for k, v in os.environ.items() if k != "GRADVEIL_DATA"}
     out = tmp_path / "out"
-    command = [sys.executable, str(EXAMPLE / "deploy.py"), "--out", str(out), "--images", "20"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, str(EXAMPLE / "deploy.py"), "--out", str(out), "--images", "20", "--data", "mnist-5k"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     started = [int(pid) for pid in re.findall(r"started [\w-]+, process (\d+)", done.stdout)]

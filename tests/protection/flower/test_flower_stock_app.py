@@ -34,7 +34,7 @@ def loaded(path: Path, name: str) -> ModuleType:
 @pytest.fixture
 def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """`client_app.py` of both copies; all else of the app is the same file, on the embedded digits."""
-    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
+    monkeypatch.setenv("FLOWER_CIFAR_DATA", "mnist-5k")
     monkeypatch.syspath_prepend(str(EXAMPLE))
     for name in [n for n in sys.modules if n.partition(".")[0] == "flower_cifar"]:
         monkeypatch.delitem(sys.modules, name)
