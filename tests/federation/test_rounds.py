@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
 from gradveil.federation import CentralPlan, FederationPlan, train, train_central
+from gradveil.federation.checkpoint import Checkpoint
+from gradveil.federation.history import History
 from gradveil.federation.inline import inline
 from gradveil.federation.rounds import Federation
 
@@ -65,6 +68,27 @@ def test_fedsgd_with_one_client_is_plain_sgd(plain: nn.Module, data: DataSet, mo
         plain, data, "none", FederationPlan(rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how)
     )
     close(history.state, sgd(plain, data, [data.private] * 6, **how).state_dict())
+
+
+def test_fedsgd_with_adam_keeps_its_moments_from_round_to_round(plain: nn.Module, data: DataSet, tmp_path: Path) -> None:
+    """Adam's moments begin anew in every round of FedAvg; with FedSGD they are the server's, also after a stop."""
+    plan = FederationPlan(rounds=6, clients=1, images_per_client=16, batch_size=None, fedsgd=True, optimizer="adam", lr=0.01)
+    whole = train(plain, data, "none", plan, folder=tmp_path / "whole")
+    images = Federation(plain, data, "none", plan).images
+    module = copy.deepcopy(plain).train()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(module((images.x - data.mean) / data.std), images.y).backward()
+        optimizer.step()
+    close(whole.state, module.state_dict(), 1e-5)
+    federation = Federation(plain, data, "none", plan)
+    server, engine = federation.server(), inline(federation)
+    for round in range(3):
+        server.aggregate(round, engine(server.state, round, [0]))
+    Checkpoint(tmp_path / "stopped", federation).save(History(acc_test=[0.0] * 3, state=server.state), server)
+    resumed = train(plain, data, "none", plan, folder=tmp_path / "stopped")
+    close(resumed.state, whole.state, 1e-7)
 
 
 def test_fedsgd_of_all_clients_is_sgd_on_all_images(plain: nn.Module, data: DataSet) -> None:

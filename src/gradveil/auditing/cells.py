@@ -351,12 +351,13 @@ def _train(work: Work) -> Result:
     if spec.trained_epochs:
         plan, cache = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed), work.folder.cache
         training = partial(train_central, loss=case.loss, cache=cache, progress=work.stage)
-        return Outcome(), training(case.server, case.data, work.defense, plan)
-    clients = min(CLIENTS, len(case.data.private))
-    images = min(IMAGES // CLIENTS, len(case.data.private) // clients)
+        return Outcome(), training(case.server, case.training_data, work.defense, plan)
+    data = case.training_data
+    clients = min(CLIENTS, len(data.private))
+    images = min(IMAGES // CLIENTS, len(data.private) // clients)
     federation = FederationPlan(rounds=spec.trained_rounds, clients=clients, images_per_client=images, seed=spec.seed)
     folder, loss = work.folder.cache, spec.loss
-    history = train(case.server, case.data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
+    history = train(case.server, data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
     return Outcome(history={name: tuple(getattr(history, name)) for name in CURVES}), history.state
 
 

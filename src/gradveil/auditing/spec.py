@@ -76,6 +76,9 @@ class AuditSpec(BaseModel):
     sends_statistics: bool = Field(False, description="Clients send BatchNorm's statistics too.")
     trained_rounds: int = Field(0, ge=0, description="Federated rounds that trained the model.")
     trained_epochs: int = Field(0, ge=0, description="Central epochs that trained the model.")
+    held_out: Annotated[bool, OUTSIDE_CASE] = Field(  # a term of the case where it is set, see `Case.terms`
+        False, description="Victims took no part in the training of the attacked model."
+    )
     knowledge: Level = "realistic"
     budget: Budget = "quick"
     seed: int = Field(0, ge=0, description="Seed of all randomness.")

@@ -30,7 +30,7 @@ from gradveil.defenses.data.loda.defense import Loda
 from gradveil.metrics import lpips, psnr, ssim
 from gradveil.models import build
 from gradveil.recipes.bench import Bench
-from gradveil.recipes.claims import Value, accuracy_value
+from gradveil.recipes.claims import Value, of_trainings
 
 Values = dict[str, Value]
 WorkKind = Literal["training", "obscuring", "gradients", "attacks"]
@@ -255,6 +255,7 @@ class ObscuredAccuracy(Measurement):
     models: dict[str, str]
     images: int
     epochs: int
+    seeds: int = 5  # trainings; the n-th of every row have the same weights at first and the same mini-batches
 
     def take(self, bench: Bench) -> Values:
         data = load(self.data, seed=self.seed)
@@ -264,19 +265,20 @@ class ObscuredAccuracy(Measurement):
         def obscured(defense: str) -> Tensor:
             return private.x if defense == "none" else _obscured(bench, defense, private, data, self.seed)
 
-        def measure(piece: tuple[str, str]) -> float:
+        def measure(piece: tuple[str, str]) -> list[float]:
             defense, model = piece
-            return accuracy(model, Batch(obscured(defense), private.hard_labels), data, self.epochs, self.seed)
+            train, seeds = Batch(obscured(defense), private.hard_labels), range(self.seed, self.seed + self.seeds)
+            return [accuracy(model, train, data, self.epochs, seed) for seed in seeds]
 
         labels = [(label, name) for label in self.trained_on for name in self.models]
         pieces = {f"{label} {name}": (self.trained_on[label], self.models[name]) for label, name in labels}
-        return {name: accuracy_value(share, len(data.test)) for name, share in bench.each(pieces, measure).items()}
+        return {name: of_trainings(shares) for name, shares in bench.each(pieces, measure).items()}
 
     def work(self, private: int) -> list[MeasurementWork]:
         """A step of obscuring is one pass through the public network, which is about as large as `cnn`."""
         images, methods = min(private, self.images), [defenses.parse(text) for text in self.trained_on.values()]
         crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
-        learned = len(methods) * images * self.epochs
+        learned = len(methods) * images * self.epochs * self.seeds
         return [
             MeasurementWork("obscuring", "cnn", crafted),
             *(MeasurementWork("training", m, learned) for m in self.models.values()),

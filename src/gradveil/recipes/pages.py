@@ -8,6 +8,7 @@ from typing import get_args
 
 from pydantic import JsonValue
 
+from gradveil.core.hashing import short_hash
 from gradveil.recipes.charts import chart
 from gradveil.recipes.claims import ClaimVerdict
 from gradveil.recipes.recipe import PAPERS, Printed, Recipe, all_names, load
@@ -17,20 +18,23 @@ from gradveil.storage.files import write_text
 from gradveil.storage.run_folder import read_record
 
 NOT_RUN = "not run"
-HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over the victims ± their standard deviation. A
-claim holds, does not hold, or cannot be told: two means must differ by more than two standard errors, victim by
-victim where the victims are the same. *Scaled down* is what this run took in place of the paper's settings;
+HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over the victims ± their standard deviation,
+accuracies means over trainings of several seeds, each the mean of its last three evaluations. A claim holds, does not
+hold, or cannot be told: two means must differ by more than two standard errors, victim by victim or seed by seed where
+they are the same. *Scaled down* is what this run took in place of the paper's settings;
 `--scale paper` takes those."""
 INDEX = """# The papers' tables, run here
 
 Every table and figure with numbers of five papers, as recipes: `gradveil reproduce --list`. Written by
-`gradveil reproduce all --docs`. {run} of {all} recipes were run; of their claims {verdicts} at this scale.
+`gradveil reproduce all --docs`. {run} of {all} recipes were run as they are now; of their claims {verdicts} at this scale.
+{stale} results are *out of date*: measured before their recipe or the rules of judging changed, and not counted.
 
 A claim that does not hold at CPU scale does not refute the paper: nets, images and iterations are fewer. What was
 scaled down and what may explain a difference stands with each table.
 
 | recipe | claim | here |
 |---|---|---|"""
+OUT_OF_DATE = "**Out of date:** measured before this recipe or the rules of judging changed; run it again."
 PLURAL = {"holds": "hold", "does not hold": "do not hold"}
 
 
@@ -51,6 +55,11 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
     written.append(docs / "index.md")
     write_text(written[-1], "\n".join(_index(stored)) + "\n")
     return written
+
+
+def is_stale(recipe: Recipe, result: RecipeResult) -> bool:
+    """Whether the result was measured with other settings, or judged by other rules, than those of the recipe now."""
+    return result.settings != short_hash(recipe.at(result.scale).settings())
 
 
 def _drawings(recipe: Recipe, result: RecipeResult, results: Path, images: Path) -> list[str]:
@@ -74,17 +83,25 @@ def section(recipe: Recipe, result: RecipeResult | None) -> list[str]:
     if result is None:
         return [*lines, "", "Not run.", *_published(recipe)]
     ours = {row: [_entry(result.rows.get(row, {}).get(c, NOT_RUN)) for c in recipe.columns] for row in recipe.rows}
+    stale = is_stale(recipe, result)
+    lines += ["", OUT_OF_DATE] if stale else []
     lines += ["", f"Here, at scale {result.scale}:", "", *_table(recipe, ours), *_published(recipe)]
     if result.claims:
         lines += ["", "| claim | here | figures |", "|---|---|---|"]
-        lines += [f"| {c.claim} | {c.verdict} | {c.figures.replace(' | ', ' / ')} |" for c in result.claims]
+        when = " (out of date)" if stale else ""
+        lines += [f"| {c.claim} | {c.verdict}{when} | {c.figures.replace(' | ', ' / ')} |" for c in result.claims]
+    if stale:  # notes and differences between the scales are those of the recipe as it is now
+        return [*lines, *_measured(result)]
     if recipe.comment:
         lines += ["", " ".join(recipe.comment.split())]
     if result.scale == "cpu" and (text := "; ".join(_reduced(recipe))):
         lines += ["", f"Scaled down: {text}."]
+    return [*lines, *_measured(result)]
+
+
+def _measured(result: RecipeResult) -> list[str]:
     about = result.environment
     return [
-        *lines,
         "",
         f"Seeds {', '.join(map(str, about.seeds))}; {seconds_text(result.seconds)} of work in all its cells; "
         f"gradveil {about.gradveil}, torch {about.torch}, Python {about.python}, {about.machine}, {about.date}.",
@@ -158,13 +175,15 @@ def _words(value: JsonValue) -> str:
 
 
 def _index(results: dict[str, RecipeResult]) -> list[str]:
-    counts = Counter(claim.verdict for result in results.values() for claim in result.claims)
+    stale = {name for name, result in results.items() if is_stale(load(name), result)}
+    counts = Counter(claim.verdict for name in results.keys() - stale for claim in results[name].claims)
     verdicts = ", ".join(f"{counts[verdict]} {PLURAL.get(verdict, verdict)}" for verdict in get_args(ClaimVerdict))
-    lines = [INDEX.format(run=len(results), all=len(all_names()), verdicts=verdicts)]
+    lines = [INDEX.format(run=len(results) - len(stale), all=len(all_names()), verdicts=verdicts, stale=len(stale))]
     for name in all_names():
         link = f"[{name}]({name.partition('/')[0]}.md#{name.replace('/', '')})"
-        if name not in results:
-            lines.append(f"| {link} | | not run |")
+        if name not in results or name in stale:
+            why = "out of date" if name in stale else "not run"
+            lines += [f"| {link} | {claim.text} | {why} |" for claim in load(name).claims] or [f"| {link} | | {why} |"]
             continue
         claims = [f"{claim.claim} | {claim.verdict}" for claim in results[name].claims]
         claims = claims or ["(the paper makes no claim that figures bear out) | "]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError, 
 from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import CONTROL, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown
-from gradveil.recipes.claims import Claim, Position
+from gradveil.recipes.claims import RULES, Claim, Position
 from gradveil.recipes.measures import AnyMeasurement
 from gradveil.storage.reading import read_yaml
 
@@ -33,16 +33,16 @@ PAPERS = {
 ROOT = Path(__file__).parent
 
 # The metrics of a cell, by the work that measures them.
-ATTACK_METRICS = ("psnr", "ssim", "mse", "mse_normalised", "lpips", "asr", "identified")
-UPDATE_METRICS = ("noise_ratio", "cosine", "seconds")
-TRAINING_METRICS = ("acc_test", "acc_train", "acc_sensitive", "pdm")
+ATTACK_METRICS = ("psnr", "ssim", "mse", "mse_normalised", "lpips", "lpips_vgg", "asr", "identified")
+UPDATE_METRICS = ("noise_ratio", "cosine", "length", "seconds")
+TRAINING_METRICS = ("acc_test", "acc_train", "acc_sensitive", "acc_absent", "pdm")
 METRICS = (*ATTACK_METRICS, *UPDATE_METRICS, *TRAINING_METRICS)
 STATISTICS = ("mean", "std", "min", "max")
 
-# The training of recipes, unless they state it: one of a small network, at one learning rate.
+# The training of recipes, unless they state it: of a small network, at one learning rate, with enough seeds for a spread.
 TRAINING: dict[str, JsonValue] = {
     "model": "cnn",
-    "seeds": 1,
+    "seeds": 5,
     "lr_grid": "1",
     "rounds": 20,
     "clients": 10,
@@ -69,7 +69,7 @@ class TableCell(BaseModel, frozen=True):
     defense: str = CONTROL
     attack: str = ""
     metric: str = ""  # `psnr`, with a statistic `psnr.max`; of a training with a round `acc_test@5`
-    against: Literal["original", "fed"] = "original"
+    against: Literal["original", "fed", "component"] = "original"
     measure: str = ""
     value: str = ""  # of the measurement
 
@@ -200,17 +200,22 @@ class Scaled:
         return specs
 
     def wanted(self) -> Iterator[TableCell]:
-        """Every cell of the table and of the pictures; a loss of accuracy needs the undefended accuracy too."""
+        """Every cell of the table and of the pictures, and what their numbers are compared with."""
         for cell in [*self.cells.values(), *(p.cell for p in self.pictures)]:
             yield cell
-            if cell.figure == "pdm":
+            if cell.figure in ("pdm", "length"):
                 yield undefended(cell)
+            if cell.against == "component":
+                yield update_of(cell)
 
     def settings(self) -> dict[str, object]:
         """All that a result depends on, to recognize a stored result that is out of date."""
         recipe, cells = self.recipe, {" | ".join(key): cell.model_dump() for key, cell in self.cells.items()}
         trees = {"common": recipe.common, "audits": recipe.audits, "measures": recipe.measures}
-        return {**chosen(trees, self.scale), "cells": cells}
+        # Numbers whose rules never changed keep their hash.
+        ruled = any(cell.figure in TRAINING_METRICS or cell.against != "original" for cell in self.cells.values())
+        rules = {"rules": RULES, "training": TRAINING} if ruled else {}
+        return {**chosen(trees, self.scale), "cells": cells, **rules}
 
     def _cell(self, keys: Tree) -> TableCell:
         keys = chosen(keys, self.scale)
@@ -238,8 +243,13 @@ class Scaled:
 
 
 def undefended(cell: TableCell) -> TableCell:
-    """The cell with the test accuracy of the same audit without a defense."""
-    return TableCell(audit=cell.audit, metric="acc_test")
+    """The cell of the same audit without a defense: its test accuracy, or its update."""
+    return TableCell(audit=cell.audit, metric="cosine" if cell.figure in UPDATE_METRICS else "acc_test")
+
+
+def update_of(cell: TableCell) -> TableCell:
+    """The cell with the update that was attacked."""
+    return TableCell(audit=cell.audit, defense=cell.defense, metric="cosine")
 
 
 def chosen(tree: T, scale: Scale) -> T:
