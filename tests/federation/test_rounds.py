@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.federation import CentralPlan, FederationPlan, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, central_plan, train, train_central
 from gradveil.federation.checkpoint import Checkpoint
 from gradveil.federation.history import History
 from gradveil.federation.inline import inline
@@ -221,3 +222,22 @@ def test_learning_works_on_digits(make_data: Callable[..., DataSet]) -> None:
     assert (history.acc_test[-1] or 0) > 0.75
     assert history.rounds_to(0.5) in (4, 8)
     assert history.rounds_to(1.01) is None
+
+
+def test_central_training_by_adam_and_with_milestones(plain: nn.Module, data: DataSet) -> None:
+    """`trained_by` of an audit: the optimizer keeps its memory, and the rate falls after a pass."""
+    plan = central_plan("adam:lr=0.01,batch_size=20,milestones=1", 2, 0)
+    federation = Federation(plain, data, "none", plan.federation())
+    client = federation.participant(0)
+    module = copy.deepcopy(plain).train()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for step in range(2 * client.rounds_per_pass):
+        optimizer.param_groups[0]["lr"] = 0.01 if step < client.rounds_per_pass else 0.001
+        batch = client.images[client._order(step)]
+        optimizer.zero_grad()
+        F.cross_entropy(module((batch.x - data.mean) / data.std), batch.y).backward()
+        optimizer.step()
+    close(train_central(plain, data, "none", plan), module.state_dict(), 1e-5)
+    assert central_plan("sgd", 3, 7) == CentralPlan(epochs=3, seed=7)  # as audits without a word on it train
+    with pytest.raises(UserError, match="training"):
+        central_plan("lbfgs", 1, 0)

@@ -198,8 +198,9 @@ class Case:
     def terms(self) -> dict[str, Any]:
         summed = {"aggregate": self.spec.aggregate} if self.spec.aggregate > 1 else {}
         fresh = {"skip_victims": self.spec.skip_victims} if self.spec.skip_victims else {}
-        held_out = {"held_out": True} if self.spec.held_out else {}
-        return self.spec.terms() | summed | fresh | held_out | self.names
+        stated: dict[str, Any] = {"held_out": True} if self.spec.held_out else {}
+        stated |= {"trained_by": self.spec.trained_by} if self.spec.trained_by != "sgd" else {}
+        return self.spec.terms() | summed | fresh | stated | self.names
 
     @cached_property
     def id(self) -> str:

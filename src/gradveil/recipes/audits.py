@@ -142,7 +142,7 @@ class RecipeAudit:
     def _accuracy(self, cell: TableCell, stored: StoredCell) -> Value | str:
         """Per seed, the mean of the last evaluations up to the round that the cell names."""
         curves = by_seed(stored, "acc_test" if cell.figure == "pdm" else cell.figure)
-        shares = [last_mean(curve if cell.round is None else curve[: cell.round]) for curve in curves]
+        shares = [last_mean(curve[: cell.rounds(len(curve))]) for curve in curves]
         measured = [share for share in shares if share is not None]
         if not measured or len(measured) < len(shares):
             return "not measured in this round"

@@ -102,7 +102,7 @@ def _facts(data: str, scale: Scale) -> DataFacts:
         loaded = load(data)
         return DataFacts(loaded.input_shape, loaded.num_classes, len(loaded.private), len(loaded.public))
     channels, height, width = SHAPES.get(named.name, PHOTOGRAPH)
-    shape = (channels, options.size or height, options.size or width)
+    shape = (channels, (options.size or height) + 2 * options.pad, (options.size or width) + 2 * options.pad)
     private, public, _ = sizes(named.images, options, test_published=True, name=data)
     return DataFacts(shape, named.num_classes, private, public)
 

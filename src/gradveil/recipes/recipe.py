@@ -8,7 +8,7 @@ part of a cell (audit, defense, attack, metric …); together with the recipe's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
@@ -68,7 +68,7 @@ class TableCell(BaseModel, frozen=True):
     audit: str = ""
     defense: str = CONTROL
     attack: str = ""
-    metric: str = ""  # `psnr`, with a statistic `psnr.max`; of a training with a round `acc_test@5`
+    metric: str = ""  # `psnr`, with a statistic `psnr.max`; of a training with a round `acc_test@5`, or a share `acc_test@25%`
     against: Literal["original", "fed", "component"] = "original"
     measure: str = ""
     value: str = ""  # of the measurement
@@ -81,11 +81,10 @@ class TableCell(BaseModel, frozen=True):
     def statistic(self) -> str:
         return self.metric.partition(".")[2] or "mean"
 
-    @property
-    def round(self) -> int | None:
-        """The round of a training; None: the last."""
+    def rounds(self, trained: int) -> int:
+        """Up to which of the rounds of a training the number is; all, unless the metric names a round or a share."""
         text = self.metric.partition("@")[2]
-        return int(text) if text else None
+        return round(float(text[:-1]) / 100 * trained) if text.endswith("%") else int(text or trained)
 
 
 class Picture(BaseModel, extra="forbid", frozen=True):
@@ -235,7 +234,9 @@ class Scaled:
             return
         if cell.audit not in self.recipe.audits:
             raise UserError(where + str(unknown("audit", cell.audit, self.recipe.audits)))
-        if cell.figure not in METRICS or cell.statistic.partition("@")[0] not in STATISTICS:
+        place = cell.metric.partition("@")[2].removesuffix("%")
+        is_metric = cell.figure in METRICS and cell.statistic.partition("@")[0] in STATISTICS
+        if not is_metric or (place and not place.isdecimal()):
             raise UserError(where + str(unknown("metric", cell.metric, METRICS)))
         if cell.figure in ATTACK_METRICS and (not cell.attack or suite_named(cell.attack)):
             problem = "the suite, which is many" if cell.attack else "no attack"
@@ -287,7 +288,25 @@ def load(name: str) -> Recipe:
     values = read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: a recipe is written as `key: value` lines.")
+    audits = values.get("audits")
+    if isinstance(audits, dict):
+        values = {**values, "audits": {key: _with_training(audit, f"{file}: {key}") for key, audit in audits.items()}}
     return _validated(Recipe, {"name": name if ours else file.stem, **values}, str(file))
+
+
+@cache
+def trainings() -> dict[str, Tree]:
+    """The trainings of the papers by name, at both scales."""
+    return _validated(dict[str, Tree], read_yaml(ROOT / "trainings.yaml"), "trainings.yaml")
+
+
+def _with_training(audit: object, where: str) -> object:
+    """The settings of an audit with the training that it names."""
+    if not isinstance(audit, dict) or not isinstance(name := audit.get("utility"), str):
+        return audit
+    if name not in trainings():
+        raise UserError(f"{where}: {unknown('training', name, trainings())}")
+    return {**audit, "utility": trainings()[name]}
 
 
 def _validated(kind: type[T], values: object, where: str) -> T:
