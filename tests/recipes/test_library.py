@@ -20,7 +20,7 @@ PAPERS = {
     "loda": ["table1", "table2", "table3", "table4", "table5", "table6", "table7", "figure2", "grids"],
     "dcs2": [*(f"table{i}" for i in range(1, 8)), "figure2", "figure3", "cost"],
     "refiner": ["table2", "table3", "figure2", "figure3", "figure4", "figure5", "figure6"],
-    "ats": [*(f"table{i}" for i in range(1, 5)), *(f"figure{i}" for i in range(1, 7))],
+    "ats": [*(f"table{i}" for i in range(1, 5)), *(f"figure{i}" for i in range(1, 7)), "search"],
     "precode": [*(f"table{i}" for i in range(1, 5)), *(f"figure{i}" for i in range(4, 8)), "supplement"],
 }
 

@@ -18,7 +18,7 @@ from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import CONTROL, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown
 from gradveil.recipes.claims import RULES, Claim, Position
-from gradveil.recipes.measures import AnyMeasurement
+from gradveil.recipes.searches import AnyMeasurement
 from gradveil.storage.reading import read_yaml
 
 Scale = Literal["cpu", "paper"]
@@ -301,12 +301,19 @@ def trainings() -> dict[str, Tree]:
 
 
 def _with_training(audit: object, where: str) -> object:
-    """The settings of an audit with the training that it names."""
-    if not isinstance(audit, dict) or not isinstance(name := audit.get("utility"), str):
-        return audit
+    """The settings of an audit with the training that it names, or with those that it names for the two scales."""
+    utility = audit.get("utility") if isinstance(audit, dict) else None
+    if isinstance(utility, str):
+        return {**audit, "utility": _training(utility, where)}
+    if isinstance(utility, dict) and all(isinstance(utility.get(scale), str) for scale in SCALES):
+        return {**audit, "utility": {scale: _training(utility[scale], where)[scale] for scale in SCALES}}
+    return audit
+
+
+def _training(name: str, where: str) -> Tree:
     if name not in trainings():
         raise UserError(f"{where}: {unknown('training', name, trainings())}")
-    return {**audit, "utility": trainings()[name]}
+    return trainings()[name]
 
 
 def _validated(kind: type[T], values: object, where: str) -> T:
