@@ -18,6 +18,7 @@ from gradveil.storage.files import write_text
 from gradveil.storage.run_folder import read_record
 
 NOT_RUN = "not run"
+STORED = "stored"  # folder of all results beside the pages
 HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over the victims ± their standard deviation,
 accuracies means over trainings of several seeds, each the mean of its last three evaluations. A claim holds, does not
 hold, or cannot be told: two means must differ by more than two standard errors, victim by victim or seed by seed where
@@ -39,8 +40,15 @@ PLURAL = {"holds": "hold", "does not hold": "do not hold"}
 
 
 def write_pages(results: Path, docs: Path) -> list[Path]:
-    """Every page, from the results that are in the folder; a recipe without one is named as not run."""
-    files = {name: results / f"{name}.json" for name in all_names()}
+    """Keep the results of a run in the pages' folder, and write every page from all that are kept there.
+
+    A recipe without a result is named as not run; one whose result is of other settings or rules as out of date.
+    """
+    files = {name: docs / STORED / f"{name}.json" for name in all_names()}
+    for name, file in files.items():
+        if (new := results / f"{name}.json").is_file():
+            read_record(new, RecipeResult, "run the recipe again")  # a damaged one replaces nothing
+            write_text(file, new.read_text(encoding="utf-8"))
     stored = {n: read_record(file, RecipeResult, "run the recipe again") for n, file in files.items() if file.is_file()}
     written = []
     for paper, title in PAPERS.items():
@@ -69,10 +77,12 @@ def _drawings(recipe: Recipe, result: RecipeResult, results: Path, images: Path)
     lines: list[str] = []
     if (picture := results / f"{recipe.name}.png").is_file():
         shutil.copyfile(picture, images / f"{name}.png")
+    if result.pictures and (images / f"{name}.png").is_file():  # of this run, or kept from an earlier one
         rows = "; ".join(result.pictures or ())
         lines += ["", f"![{recipe.title}](images/{name}.png)", "", f"From above: {rows}."]
-    if drawing := chart(recipe, result):
+    if not is_stale(recipe, result) and (drawing := chart(recipe, result)):
         write_text(images / f"{name}.svg", drawing)
+    if (recipe.scatter or recipe.lines) and (images / f"{name}.svg").is_file():  # an old result keeps its old chart
         lines += ["", f"![{recipe.title}](images/{name}.svg)"]
     return lines
 

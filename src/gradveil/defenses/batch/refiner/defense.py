@@ -56,9 +56,9 @@ class Refiner(Defense):
     steps: int = Field(default=50, ge=0)
     tau: float = Field(default=0.95, ge=0, le=1)
     utility: Literal["normalised", "printed"] = "normalised"
-    lr: float = Field(default=0.03, gt=0)
+    lr: float = Field(default=0.06, gt=0)
     scaled: bool = True
-    beta1: float = Field(default=0.5, ge=0, lt=1)
+    beta1: float = Field(default=0.8, ge=0, lt=1)
     beta2: float = Field(default=0.9, ge=0, lt=1)
     epochs: int = Field(default=20, ge=1)
 
