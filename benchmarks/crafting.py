@@ -34,11 +34,11 @@ from gradveil.storage.files import write_json
 BATCH = 64
 SETTINGS = {  # before, after
     "dcs2": ("dcs2:steps=1000,lr=0.1,enough=1", "dcs2"),
-    "refiner": ("refiner:steps=100,lr=0.1,scaled=false,beta1=0.9,beta2=0.999", "refiner"),
+    "refiner": ("refiner:scaled=false", "refiner:steps=50,beta1=0.5,beta2=0.9"),
     "loda": ("loda:steps=500,lr=0.1,fall=false", "loda"),
 }
 ALPHAS = (0.1, 0.5, 0.9)
-GRADUAL = "refiner:steps=100,lr=0.003,scaled=false,beta1=0.9,beta2=0.999"  # where alpha matters, by Adam as it is
+DEFAULT = "refiner"  # with steps in units of alpha²
 ATTACKS = {"dcs2": ["lbfgs-l2:tv=0,steps=400,restarts=2", "dcs2-joint"], "refiner": ["lbfgs-cosine:tv=1e-3,steps=150"]}
 GOALS = {"dcs2": 150, "refiner": 100}  # plain steps
 
@@ -77,7 +77,7 @@ def refined(data: DataSet, model: str, epochs: int) -> Iterator[dict[str, object
     state = train_central(module, data, "none", central_plan("sgd", epochs, 0)) if epochs else task.model.state()
     batch = data.private[:16]
     evaluator = parse("refiner").prepare(Setup(task, state, data.private[:1000]))
-    for text in (SETTINGS["refiner"][0], GRADUAL, SETTINGS["refiner"][1]):
+    for text in (SETTINGS["refiner"][0], DEFAULT, SETTINGS["refiner"][1]):
         for alpha in ALPHAS:
             step = Step(task, state, batch, generator(1, "start"), memory=evaluator)  # type: ignore[arg-type]
             method = parse(f"{text}{',' if ':' in text else ':'}alpha={alpha}")

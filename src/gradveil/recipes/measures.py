@@ -33,7 +33,7 @@ from gradveil.recipes.bench import Bench
 from gradveil.recipes.claims import Value, of_trainings
 
 Values = dict[str, Value]
-WorkKind = Literal["training", "obscuring", "gradients", "attacks"]
+WorkKind = Literal["training", "obscuring", "gradients", "attacks", "crafting"]
 
 FUNCTIONS = 50  # in the library of ATS
 POLICIES_AT_ONCE = 20  # their victims are attacked together

@@ -13,7 +13,7 @@ from gradveil.defenses import Defense, Setup, Step, defense
 from gradveil.defenses.batch.refiner.evaluator import Evaluator, evaluator_for
 
 _TINY = 1e-20
-LEAST = 0.1  # share of the step that is left at the smallest α
+LEAST = 0.1  # α below which the step does not become shorter
 
 
 @defense("refiner", random=True, version=2)
@@ -33,17 +33,18 @@ class Refiner(Defense):
 
     The paper names neither optimiser nor step; here it is Adam on the gradient of each image divided by its size. The step
     decides whether α matters: steps of 0.1 pixels cross the whole range of pixels and forget the start (noise ratio 0.13,
-    0.14, 0.15 at α 0.1, 0.5, 0.9; 16 images of CIFAR-10, LeNet). So the step is `lr` times α, as far as there is noise
-    to move through; the ratio is then 0.04, 0.14, 0.17 (the paper: about 0.06 at 0.1, rising). Secrets:
-    `refiner.start`, the noise.
+    0.14, 0.15 at α 0.1, 0.5, 0.9; 16 images of CIFAR-10, LeNet). So by default the step is `lr`·α²: short where the start
+    is nearly the image. Secrets: `refiner.start`, the noise.
 
     Args:
         alpha: share of noise at the start. Tables II and III: 1.
         beta: weight of PM.
-        steps: of the optimisation. The paper: 100; 50 of Adam with a shorter memory get as far (benchmarks/crafting.py).
+        steps: of the optimisation. The paper: 100. On an untrained network half of them with `beta1=0.5,beta2=0.9` get as
+            near; on a trained one at α 1 they do not (benchmarks/crafting.py).
         tau: factor of the weight of each further layer.
         utility: `normalised` or `printed`, see above.
-        lr: step of Adam in pixels, at α 1, falling to 0; `scaled`: whether it is multiplied by α (by 0.1 at the least).
+        lr: step of Adam in pixels, at α 1, falling to 0.
+        scaled: whether the step is multiplied by α² (by 0.01 at the least); else α hardly matters.
         beta1, beta2: of Adam.
         epochs: of the training of the evaluation network. The paper: 20.
 
@@ -53,13 +54,13 @@ class Refiner(Defense):
 
     alpha: float = Field(default=1.0, ge=0, le=1)
     beta: float = Field(default=1.0, ge=0)
-    steps: int = Field(default=50, ge=0)
+    steps: int = Field(default=100, ge=0)
     tau: float = Field(default=0.95, ge=0, le=1)
     utility: Literal["normalised", "printed"] = "normalised"
-    lr: float = Field(default=0.06, gt=0)
+    lr: float = Field(default=0.1, gt=0)
     scaled: bool = True
-    beta1: float = Field(default=0.8, ge=0, lt=1)
-    beta2: float = Field(default=0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
     epochs: int = Field(default=20, ge=1)
 
     def prepare(self, setup: Setup) -> Evaluator:
@@ -74,7 +75,7 @@ class Refiner(Defense):
         utility = Utility(true, step.model.parameters(step.state), self.tau, self.utility)
 
         x = torch.lerp(batch.x, noise, self.alpha).requires_grad_()
-        lr = self.lr * max(self.alpha, LEAST) if self.scaled else self.lr
+        lr = self.lr * max(self.alpha, LEAST) ** 2 if self.scaled else self.lr
         optimizer = torch.optim.Adam([x], lr=lr, betas=(self.beta1, self.beta2))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(self.steps, 1))
         for _ in Loop(self.steps):
