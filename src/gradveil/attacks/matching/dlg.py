@@ -62,6 +62,7 @@ class ClientPrivacyLeakage(MatchingAttack):
         steps, restarts: as for `dlg`.
         optimizer: `lbfgs` as published, or `adam` as PRECODE runs it, which found L-BFGS slow and weak: signed steps of
             `lr` from noise, boxed, with total variation 1e-6, and a random model's noise drawn anew at every step.
+        lr: step of that Adam.
     Example: gradveil audit --attack cpl:label_weight=0
     """
 
