@@ -69,7 +69,21 @@ def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() ->
 def test_a_plan_counts_the_trainings_of_attacked_models() -> None:
     lines = make_plan(load("ats/table2").at("paper"), timed=False)
     (trainings,) = [line for line in lines if "trainings of the attacked model" in line.text]
-    assert (trainings.cells, trainings.iterations) == (2, 2 * 200 * 30_000)
+    assert trainings.iterations == trainings.cells * 200 * 50_000
+
+
+def test_a_plan_counts_seeds_mini_batches_and_crafting() -> None:
+    lines = {line.text: line.iterations for line in make_plan(load("dcs2/figure3").at("paper"), timed=False)}
+    (trained,) = [count for text, count in lines.items() if "trainings of lenet" in text]
+    (crafted,) = [count for text, count in lines.items() if "crafting" in text]
+    rounds = 5 * 200 * 200  # seeds, rounds, images of a client
+    assert (trained, crafted) == (rounds * 10 * (5 + 1), rounds * 1000)  # five rows, and once without the client
+    (steps,) = [
+        line.iterations
+        for line in make_plan(load("precode/supplement").at("paper"), timed=False)
+        if "trainings of dmlp" in line.text
+    ]
+    assert steps % (3 * 234_600 * 64) == 0  # seeds, steps of FedSGD, images of a mini-batch
 
 
 def test_a_plan_takes_data_of_ones_own_and_an_attack_that_does_not_say_its_steps(

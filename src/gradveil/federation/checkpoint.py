@@ -13,7 +13,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.losses import DEFAULT
 from gradveil.federation.history import History
-from gradveil.federation.rounds import Federation, Memory, Server
+from gradveil.federation.rounds import Federation, OptimizerMemory, Server
 from gradveil.storage.files import write_json, write_tensors
 from gradveil.storage.reading import parse_json
 from gradveil.storage.tensor_file import open_tensors
@@ -38,7 +38,7 @@ class Checkpoint:
             **({"loss": loss} if loss != DEFAULT else {}),
         }
 
-    def load(self) -> tuple[History, Memory]:
+    def load(self) -> tuple[History, OptimizerMemory]:
         """The history with its state, and the memory of the server's optimizer; both empty where nothing is stored."""
         path = self.folder / STATE
         if not path.exists():
@@ -58,7 +58,7 @@ class Checkpoint:
             raise UserError(f"{path} is not the state of a training run; choose another folder.") from None
         self._compare(configuration)
         self._write_history(record)  # a kill may have come between the two files
-        memory: Memory = {}
+        memory: OptimizerMemory = {}
         for name, match in kept.items():
             memory.setdefault(match[1], {})[match[2]] = tensors[name]
         return history, memory

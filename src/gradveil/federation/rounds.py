@@ -34,7 +34,7 @@ from gradveil.federation.history import Event, History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import FederationPlan
 
-Memory = dict[str, Tensors]  # what the server's optimizer keeps from round to round
+OptimizerMemory = dict[str, Tensors]  # what the server's optimizer keeps from round to round
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
 
 
@@ -76,7 +76,7 @@ class Federation:
     def participant(self, number: int) -> Participant:
         return Participant(self, number)
 
-    def server(self, state: Tensors | None = None, memory: Memory | None = None) -> Server:
+    def server(self, state: Tensors | None = None, memory: OptimizerMemory | None = None) -> Server:
         return Server(self.plan, self.task.model.trainable, state or self.state, memory)
 
     def measure(self, state: Tensors, round: int) -> dict[str, float | None]:
@@ -153,7 +153,7 @@ class Participant:
 class Server:
     """Holds the state and moves it by the mean of the replies, weighted by examples."""
 
-    def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, memory: Memory | None = None):
+    def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, memory: OptimizerMemory | None = None):
         self.plan, self.trainable = plan, list(trainable)
         self.state, self.memory = dict(state), memory or {}
 
