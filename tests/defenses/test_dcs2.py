@@ -369,7 +369,7 @@ def test_crafting_ends_where_the_cosine_is_enough() -> None:
 def test_what_is_sent_keeps_the_length_of_the_gradient() -> None:
     batch = images(3)
     plain, free, kept = (
-        flat(send(client(spec), batch)[0].tensors) for spec in ("none", "dcs2:steps=5", "dcs2:steps=5,norm=kept")
+        flat(send(client(spec), batch)[0].tensors) for spec in ("none", "dcs2:steps=5", "dcs2:steps=5,length=kept")
     )
     sizes = [float(gradient.norm()) for gradient in (plain, free, kept)]
     assert sizes[2] == pytest.approx(sizes[0], rel=1e-5) and sizes[1] != pytest.approx(sizes[0], rel=1e-2)

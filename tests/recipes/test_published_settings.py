@@ -98,6 +98,7 @@ ATTACKS = {
 }
 # Attacks that state their numbers in their names, or are ours where a paper's is stronger or not public.
 OTHERS = {
+    "dcs2-joint",  # ours
     "ggl:steps=10000",  # DCS2 [C]
     "dcs2-average-start:steps=10000",  # DCS2 [P] Table 4
     "imprint:bins=10",  # DCS2 [C]

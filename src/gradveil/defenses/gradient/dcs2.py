@@ -85,7 +85,7 @@ class DCS2(Defense):
         match: `joint` as in the code; `each` matches every concealed sample with its sensitive one. That hides a little
             more and distorts the gradient more: a cosine ignores that most samples of a trained network have a small one.
         divide, margin: as in the public code, see above.
-        norm: `free` as published: nothing bounds the length of the concealed gradients, which can be many times that of
+        length: `free` as published: nothing bounds the length of the concealed gradients, which can be many times that of
             g and move the training off. `kept` is ours: what is sent has the length of g.
 
     Example:
@@ -106,7 +106,7 @@ class DCS2(Defense):
     match: Literal["joint", "each"] = "joint"
     divide: bool = False
     margin: float = Field(default=0.0, ge=0)
-    norm: Literal["free", "kept"] = "free"
+    length: Literal["free", "kept"] = "free"
 
     def prepare(self, setup: Setup) -> Batch | None:
         if setup.private.y.ndim == 2 and not takes_classes(setup.model.loss_fn, setup.task.num_outputs):
@@ -131,7 +131,7 @@ class DCS2(Defense):
         step.remember(**{f"dcs2.{name}": rows for name, rows in secrets.items()})
         step.secrets["dcs2.lambda_g"] = torch.tensor(self.lambda_g)
         sent = project(mixed, tensors, self.margin)
-        return sent if self.norm == "free" else _of_length(sent, tensors)
+        return sent if self.length == "free" else _of_length(sent, tensors)
 
     @property
     def divisor(self) -> int:
