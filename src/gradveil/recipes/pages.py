@@ -27,8 +27,9 @@ they are the same. *Scaled down* is what this run took in place of the paper's s
 INDEX = """# The papers' tables, run here
 
 Every table and figure with numbers of five papers, as recipes: `gradveil reproduce --list`. Written by
-`gradveil reproduce all --docs`. {run} of {all} recipes were run as they are now; of their claims {verdicts} at this scale.
-{stale} results are *out of date*: measured before their recipe or the rules of judging changed, and not counted.
+`gradveil reproduce all --docs docs/results --minutes 110`, which goes on where it ended until all are run. {run} of {all}
+recipes were run as they are now; of their claims {verdicts} at this scale. {stale} results are *out of date*: measured
+before their recipe or the rules of judging changed, and not counted.
 
 A claim that does not hold at CPU scale does not refute the paper: nets, images and iterations are fewer. What was
 scaled down and what may explain a difference stands with each table.

@@ -302,7 +302,9 @@ def trainings() -> dict[str, Tree]:
 
 def _with_training(audit: object, where: str) -> object:
     """The settings of an audit with the training that it names, or with those that it names for the two scales."""
-    utility = audit.get("utility") if isinstance(audit, dict) else None
+    if not isinstance(audit, dict):
+        return audit
+    utility = audit.get("utility")
     if isinstance(utility, str):
         return {**audit, "utility": _training(utility, where)}
     if isinstance(utility, dict) and all(isinstance(utility.get(scale), str) for scale in SCALES):
