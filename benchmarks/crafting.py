@@ -10,6 +10,7 @@ sides taking turns; for LODA per image. `protection` audits both settings of DCS
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -135,8 +136,12 @@ def protection(name: str, victims: int) -> list[dict[str, object]]:
         quiet=True,
     )
     frame = report.to_frame()
-    columns = [c for c in ("defense", "attack", "psnr_mean", "psnr_std", "identified") if c in frame.columns]
-    return list(frame[columns].to_dict("records"))
+    columns = ["defense", "attack", "psnr_mean", "psnr_std", "identified_rate", "identified_low", "identified_high"]
+    rows = frame[columns].to_dict("records")
+    return [
+        {str(key): None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+        for row in rows
+    ]  # NaN: not run
 
 
 def run(options: argparse.Namespace) -> None:
