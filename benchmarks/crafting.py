@@ -137,11 +137,12 @@ def protection(name: str, victims: int) -> list[dict[str, object]]:
     )
     frame = report.to_frame()
     columns = ["defense", "attack", "psnr_mean", "psnr_std", "identified_rate", "identified_low", "identified_high"]
-    rows = frame[columns].to_dict("records")
-    return [
-        {str(key): None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
-        for row in rows
-    ]  # NaN: not run
+    return [{str(key): plain(value) for key, value in row.items()} for row in frame[columns].to_dict("records")]
+
+
+def plain(value: object) -> object:
+    """NaN, where an attack does not apply, as JSON has it."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def run(options: argparse.Namespace) -> None:
