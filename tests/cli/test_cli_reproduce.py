@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def test_all_recipes_are_listed(gradveil) -> None:
     code, out, _ = gradveil("reproduce", "--list")
-    assert code == 0 and sum("; data: " in line for line in out.splitlines()) == 45
+    assert code == 0 and sum("; data: " in line for line in out.splitlines()) == 46
     assert "loda/table2" in gradveil("list", "recipes")[1]
 
 

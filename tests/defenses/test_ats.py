@@ -212,3 +212,38 @@ def test_a_policy_file_of_a_stranger_is_told_in_one_line(content: str, tmp_path:
     with pytest.raises(UserError) as error:
         parse(f"ats:policy={tmp_path}/policy.json")
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_no_policy_crops_and_flips_alone() -> None:
+    """The control of the paper's tables: what every training of the authors does, and no function."""
+    assert ATS(policy="none").policies() == ((),)
+    images = torch.from_numpy(pictures(8, 8)).permute(0, 3, 1, 2).float() / 255
+    draw = Draw.make(len(images), ((),), 4, True, generator(0, "draw"))
+    moved = transform(images, ((),), draw, 4)
+    for image, after, (top, left), flip in zip(images, moved, draw.crop.tolist(), draw.flip.tolist(), strict=True):
+        padded = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, top : top + 8, left : left + 8]
+        assert torch.equal(after, padded.flip(2) if flip else padded)
+
+
+def test_the_crop_of_fashion_mnist_is_that_of_the_authors() -> None:
+    """They crop 32 of 36: a garment of 28 pixels, padded by 4. Here `pad=2` makes 32 of 28, and `crop=2` crops 32 of 36."""
+    garment = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    theirs = torch.nn.functional.pad(garment, (4, 4, 4, 4))
+    ours = torch.nn.functional.pad(garment, (2, 2, 2, 2))
+    for top, left in [(0, 0), (4, 1), (2, 3)]:
+        draw = Draw(torch.zeros(1, dtype=torch.long), torch.ones(1, 0), torch.tensor([[top, left]]), torch.tensor([False]))
+        cropped = transform(ours, ((),), draw, 2)
+        assert torch.equal((cropped * 255).round(), (theirs[..., top : top + 32, left : left + 32] * 255).round())
+
+
+def test_every_step_draws_anew() -> None:
+    step, once = ATS(policy="3-1-7", every_step=True), ATS(policy="3-1-7")
+    assert (step.stages, once.stages) == (["batch"], ["data"])
+    batch = Batch(torch.rand(4, 1, 8, 8), torch.arange(4))
+    task = Task(ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(64, 4))), (1, 8, 8), 4, torch.zeros(1), torch.ones(1))
+    state = task.model.state()
+    for defense, rounds_differ in ((step, True), (once, False)):
+        client = prepare_client(defense, LocalTraining(), Setup(task, state, batch))
+        protected, _ = client.protect(state, batch, 0)
+        fed = [client.round(state, batch, 0, number, protected=protected)[1].fed.x for number in range(2)]
+        assert torch.equal(*fed) is not rounds_differ

@@ -190,7 +190,7 @@ def test_clamping_keeps_pixels_valid() -> None:
 
 def test_crafting_stops_at_the_threshold() -> None:
     batch = images(4)
-    x = send(client("dcs2:steps=400,threshold=30,match=each"), batch)[1].secrets["dcs2.concealed"]
+    x = send(client("dcs2:steps=400,lr=0.1,enough=1,threshold=30,match=each"), batch)[1].secrets["dcs2.concealed"]
     distance = (normal(x) - normal(batch.x)).flatten(1).norm(dim=1)
     assert (distance > 29).all() and (distance < 30 + 0.1 * 10 * 2).all()  # a step of Adam moves a pixel by about lr
 
@@ -353,3 +353,30 @@ def test_local_steps_tell_all_their_secrets() -> None:
     training = LocalTraining(epochs=2, batch_size=2, lr=0.1)
     update, trace = send(client("dcs2:steps=2,sensitive=last:1", training=training), images(4))
     assert update.kind == "delta" and trace.secrets["dcs2.concealed"].shape == (4, *SHAPE)
+
+
+def test_crafting_ends_where_the_cosine_is_enough() -> None:
+    """With a batch the joint gradients are soon alike; nothing moves where they are alike enough already."""
+    batch = images(6)
+    start, few, more = (
+        send(client(spec), batch)[1].secrets["dcs2.concealed"]
+        for spec in ("dcs2:steps=0", "dcs2:steps=40,enough=0.0001", "dcs2:steps=40,enough=1")
+    )
+    moved = [(x - start).abs().max() for x in (few, more)]
+    assert moved[0] < moved[1]
+
+
+def test_what_is_sent_keeps_the_length_of_the_gradient() -> None:
+    batch = images(3)
+    plain, free, kept = (
+        flat(send(client(spec), batch)[0].tensors) for spec in ("none", "dcs2:steps=5", "dcs2:steps=5,length=kept")
+    )
+    sizes = [float(gradient.norm()) for gradient in (plain, free, kept)]
+    assert sizes[2] == pytest.approx(sizes[0], rel=1e-5) and sizes[1] != pytest.approx(sizes[0], rel=1e-2)
+    assert float(torch.cosine_similarity(kept, free, dim=0)) == pytest.approx(1, abs=1e-5)
+
+
+def test_starts_of_the_same_class_have_its_label() -> None:
+    batch = images(5)
+    secrets = send(client("dcs2:steps=0,start=same-class"), batch)[1].secrets
+    assert torch.equal(secrets["dcs2.concealed_labels"], batch.hard_labels)

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
 from gradveil.defenses.data.loda import defense as loda
 from gradveil.defenses.data.loda import extractors
-from gradveil.defenses.data.loda.defense import Loda, Memory
+from gradveil.defenses.data.loda.defense import Loda, Memory, _variants
 from gradveil.defenses.data.loda.extractors import Extractor, Trained, Trunk, _folded, extractor, train
+from gradveil.defenses.data.loda.resnet import ResNetExtractor, resnet_extractor
 from gradveil.metrics import identify, lpips, psnr, ssim
+from gradveil.models import build
 from gradveil.storage.tensor_file import read_tensors
 
 needs_weights = pytest.mark.skipif(
@@ -79,18 +82,20 @@ def small() -> Iterator[None]:
 # -- the method --------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_follows_the_normalised_gradient_of_the_objective():
+@pytest.mark.parametrize("fall", [False, True])
+def test_a_step_follows_the_normalised_gradient_of_the_objective(fall: bool) -> None:
     matrix = torch.randn(5, 36, generator=generator(0, "matrix"))
     x, start = 0.2 + 0.6 * images(3), 0.2 + 0.6 * images(3, name="start")
     memory = Memory(Linear(matrix), ("conv1",), 0.7, None)
-    found = Loda(steps=2, lr=0.05, round=False).obscure(x, start, memory)
+    moved = Loda(steps=2, lr=0.05, fall=fall, round=False).obscure(x, start, memory)
     expected = start.clone()
-    for _ in range(2):
+    for step in range(2):
         for i in range(3):
             apart = (expected[i] - x[i]).flatten()
             gradient = 2 * matrix.T @ (matrix @ apart) - 2 * 0.7 * apart
-            expected[i] -= 0.05 * (gradient / gradient.norm()).view(1, 6, 6)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            length = 0.05 * (1 - step / 2 if fall else 1)
+            expected[i] -= length * (gradient / gradient.norm()).view(1, 6, 6)
+    torch.testing.assert_close(moved, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_images_stay_in_the_box_and_do_not_touch_each_other():
@@ -266,3 +271,27 @@ def test_trunks_have_the_features_that_lpips_compares(kind, net, convolutions):
     expected = lpips(x, y, net)
     assert expected is not None
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_the_papers_extractor_has_twenty_convolutions_before_their_batch_norm(tmp_path: Path) -> None:
+    """ResNet18 as in the public code: loda1 takes the first five, loda2 all, loda3 the last five and the linear part."""
+    module = build("resnet18:width=4", input_shape=(3, 32, 32), num_classes=3)
+    network = ResNetExtractor(module)
+    assert len(network.convolutions) == 20 and network.layers[-2:] == ("pooled", "logits")
+    variants = _variants(network)
+    assert variants["loda1"] == tuple(f"conv{i}" for i in range(1, 6)) and len(variants["loda2"]) == 20
+    assert variants["loda3"] == (*(f"conv{i}" for i in range(16, 21)), "pooled", "logits")
+    x = torch.rand(2, 3, 32, 32)
+    first, logits = network(x, ("conv1", "logits"))
+    stem = next(m for m in module.modules() if isinstance(m, nn.Conv2d))
+    assert torch.equal(first, stem(x)) and torch.equal(logits, module.eval()(x))
+
+
+def test_the_papers_extractor_is_trained_once(tmp_path: Path) -> None:
+    public = Batch(torch.rand(12, 3, 16, 16), torch.arange(12) % 3)
+    one = resnet_extractor(public, tmp_path, epochs=1, network="resnet18:width=2")
+    (file,) = tmp_path.glob("extractor-*.safetensors")
+    written = file.stat().st_mtime_ns
+    again = resnet_extractor(public, tmp_path, epochs=1, network="resnet18:width=2")
+    assert file.stat().st_mtime_ns == written
+    assert torch.equal(one(public.x, ("pooled",))[0], again(public.x, ("pooled",))[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradveil.core.errors import UserError
 from gradveil.core.settings import settings
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Step
-from gradveil.federation import CentralPlan, FederationPlan, train, train_central
+from gradveil.federation import CentralPlan, FederationPlan, central_plan, train, train_central
+from gradveil.federation.checkpoint import Checkpoint
+from gradveil.federation.history import History
 from gradveil.federation.inline import inline
 from gradveil.federation.rounds import Federation
 
@@ -65,6 +69,27 @@ def test_fedsgd_with_one_client_is_plain_sgd(plain: nn.Module, data: DataSet, mo
         plain, data, "none", FederationPlan(rounds=6, clients=1, images_per_client=48, batch_size=48, fedsgd=True, **how)
     )
     close(history.state, sgd(plain, data, [data.private] * 6, **how).state_dict())
+
+
+def test_fedsgd_with_adam_keeps_its_moments_from_round_to_round(plain: nn.Module, data: DataSet, tmp_path: Path) -> None:
+    """Adam's moments begin anew in every round of FedAvg; with FedSGD they are the server's, also after a stop."""
+    plan = FederationPlan(rounds=6, clients=1, images_per_client=16, batch_size=None, fedsgd=True, optimizer="adam", lr=0.01)
+    whole = train(plain, data, "none", plan, folder=tmp_path / "whole")
+    images = Federation(plain, data, "none", plan).images
+    module = copy.deepcopy(plain).train()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(module((images.x - data.mean) / data.std), images.y).backward()
+        optimizer.step()
+    close(whole.state, module.state_dict(), 1e-5)
+    federation = Federation(plain, data, "none", plan)
+    server, engine = federation.server(), inline(federation)
+    for round in range(3):
+        server.aggregate(round, engine(server.state, round, [0]))
+    Checkpoint(tmp_path / "stopped", federation).save(History(acc_test=[0.0] * 3, state=server.state), server)
+    resumed = train(plain, data, "none", plan, folder=tmp_path / "stopped")
+    close(resumed.state, whole.state, 1e-7)
 
 
 def test_fedsgd_of_all_clients_is_sgd_on_all_images(plain: nn.Module, data: DataSet) -> None:
@@ -197,3 +222,22 @@ def test_learning_works_on_digits(make_data: Callable[..., DataSet]) -> None:
     assert (history.acc_test[-1] or 0) > 0.75
     assert history.rounds_to(0.5) in (4, 8)
     assert history.rounds_to(1.01) is None
+
+
+def test_central_training_by_adam_and_with_milestones(plain: nn.Module, data: DataSet) -> None:
+    """`trained_by` of an audit: the optimizer keeps its memory, and the rate falls after a pass."""
+    plan = central_plan("adam:lr=0.01,batch_size=20,milestones=1", 2, 0)
+    federation = Federation(plain, data, "none", plan.federation())
+    client = federation.participant(0)
+    module = copy.deepcopy(plain).train()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for step in range(2 * client.rounds_per_pass):
+        optimizer.param_groups[0]["lr"] = 0.01 if step < client.rounds_per_pass else 0.001
+        batch = client.images[client._order(step)]
+        optimizer.zero_grad()
+        F.cross_entropy(module((batch.x - data.mean) / data.std), batch.y).backward()
+        optimizer.step()
+    close(train_central(plain, data, "none", plan), module.state_dict(), 1e-5)
+    assert central_plan("sgd", 3, 7) == CentralPlan(epochs=3, seed=7)  # as audits without a word on it train
+    with pytest.raises(UserError, match="training"):
+        central_plan("lbfgs", 1, 0)

@@ -48,3 +48,8 @@ def test_sampling_is_by_round_and_seed() -> None:
     assert len({tuple(d) for d in drawn}) > 1
     assert drawn == [FederationPlan(rounds=9, clients=10, sampled=4).chosen(r) for r in range(5)]
     assert FederationPlan(rounds=1, clients=3).chosen(0) == [0, 1, 2]
+
+
+def test_milestones_multiply_at_their_rounds() -> None:
+    factors = [schedule("milestones:at=2/4").factor(r) for r in range(6)]
+    assert factors == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])

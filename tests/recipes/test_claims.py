@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradveil.recipes.claims import Claim, Value
+from gradveil.recipes.claims import Claim, Value, of_trainings
 
 ROWS, COLUMNS = ["a", "b", "c"], ["x"]
 
@@ -69,3 +69,15 @@ def test_a_condition_comes_first() -> None:
 def test_a_claim_is_of_one_kind() -> None:
     with pytest.raises(ValueError, match="exactly one"):
         Claim.model_validate({"text": "t", "lowest": "a | x", "at_most": [1, "a | x"]})
+
+
+def test_accuracies_are_compared_seed_by_seed_and_one_training_tells_nothing() -> None:
+    plain = of_trainings([0.90, 0.80, 0.86, 0.92, 0.84])  # apart by far more than what the defense costs
+    defended = of_trainings([0.88, 0.785, 0.841, 0.90, 0.822])
+    claim = {"order": ["a | x", "b | x"], "slack": 3}
+    assert judge(claim, a=plain, b=defended) == "holds"
+    assert judge({**claim, "slack": 1}, a=plain, b=defended) == "does not hold"
+    unpaired = Value(defended.mean, defended.std, defended.n)
+    assert judge(claim, a=plain, b=unpaired) == "cannot be told"
+    assert judge(claim, a=of_trainings([0.9]), b=of_trainings([0.5])) == "cannot be told"
+    assert judge({"at_least": [40, "a | x"]}, a=of_trainings([0.5])) == "cannot be told"

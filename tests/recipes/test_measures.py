@@ -69,7 +69,21 @@ def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() ->
 def test_a_plan_counts_the_trainings_of_attacked_models() -> None:
     lines = make_plan(load("ats/table2").at("paper"), timed=False)
     (trainings,) = [line for line in lines if "trainings of the attacked model" in line.text]
-    assert (trainings.cells, trainings.iterations) == (2, 2 * 200 * 30_000)
+    assert trainings.iterations == trainings.cells * 200 * 50_000
+
+
+def test_a_plan_counts_seeds_mini_batches_and_crafting() -> None:
+    lines = {line.text: line.iterations for line in make_plan(load("dcs2/figure3").at("paper"), timed=False)}
+    (trained,) = [count for text, count in lines.items() if "trainings of lenet" in text]
+    (crafted,) = [count for text, count in lines.items() if "crafting" in text]
+    rounds = 5 * 200 * 200  # seeds, rounds, images of a client
+    assert (trained, crafted) == (rounds * 10 * (5 + 1), rounds * 1000)  # five rows, and once without the client
+    (steps,) = [
+        line.iterations
+        for line in make_plan(load("precode/supplement").at("paper"), timed=False)
+        if "trainings of dmlp" in line.text
+    ]
+    assert steps % (3 * 234_600 * 64) == 0  # seeds, steps of FedSGD, images of a mini-batch
 
 
 def test_a_plan_takes_data_of_ones_own_and_an_attack_that_does_not_say_its_steps(
@@ -86,3 +100,36 @@ def test_a_plan_takes_data_of_ones_own_and_an_attack_that_does_not_say_its_steps
 def test_a_plan_knows_the_size_that_is_asked_for() -> None:
     assert plan._facts("tinyimagenet:size=224", "paper").shape == (3, 224, 224)
     assert plan._facts("celeba:public=cifar10", "paper").private == 162_770  # nothing of it need be public
+
+
+SEARCH = """
+title: A search of four candidates
+measures:
+  search: {kind: policy_search, candidates: 4, random: 2, published: 3-1-7, attack: 'ig:steps=2', data: mnist-5k,
+           model: lenet, images: 3, victims: 2, epochs: 1, share: 0.01, seed: 100}
+cell: {measure: search, value: "{kind} {of}"}
+rows: {none: {kind: none}, random: {kind: random}, searched: {kind: searched}, published: {kind: published}}
+columns: {PSNR: {of: PSNR}, score: {of: score}}
+source: nothing.
+"""
+
+
+def test_a_search_is_run_and_its_policies_stand_beside_random_and_published_ones(
+    written: Callable[[str], str], tmp_path: Path
+) -> None:
+    recipe = load(written(SEARCH))
+    rows = run_recipe(recipe, "cpu", tmp_path / "out").rows
+    assert all(row["PSNR"][2] == 2 for row in rows.values())  # per victim, whatever the number of policies
+    assert rows["random"]["score"][2] == 2 and rows["published"]["score"][2] == 1
+    assert rows["searched"]["score"][0] <= rows["random"]["score"][0]
+    lines = {line.text: line.iterations for line in make_plan(recipe.at("cpu"), timed=False)}
+    assert [count for text, count in lines.items() if text.endswith("attacks")] == [6 * 2 * 2]
+
+
+def test_a_partial_correlation_takes_out_what_a_third_number_explains() -> None:
+    rng = np.random.default_rng(0)
+    contrast, score, attack = rng.normal(size=(3, 500))
+    apart = measures._without((5 * contrast + attack).tolist(), contrast.tolist())
+    assert abs(np.corrcoef(apart, contrast)[0, 1]) < 1e-9 and np.corrcoef(apart, attack)[0, 1] > 0.99
+    alike = measures._without((5 * contrast + score).tolist(), contrast.tolist())
+    assert np.corrcoef(alike, score)[0, 1] > 0.99 > 0.5 > abs(np.corrcoef(5 * contrast + score, score)[0, 1])

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from gradveil.auditing import workers
+from gradveil.auditing.case import Case
 from gradveil.auditing.run import Stopped
 from gradveil.core.errors import UserError
+from gradveil.core.hashing import short_hash
 from gradveil.recipes import pages
-from gradveil.recipes.recipe import load
+from gradveil.recipes.audits import RecipeAudit, SharedFolder
+from gradveil.recipes.claims import RULES
+from gradveil.recipes.recipe import all_names, load
 from gradveil.recipes.result import RecipeResult
 from gradveil.recipes.run import run_recipe
 
@@ -113,14 +117,17 @@ def test_pages_name_what_was_not_run(tmp_path: Path, make_result: Callable[..., 
     results = tmp_path / "results" / "refiner"
     results.mkdir(parents=True)
     claim = {"claim": "c", "verdict": "holds", "figures": "f"}
-    result = make_result(recipe="refiner/figure2", rows={"Shift": {"MSE": [0.03, 0.01, 64]}}, claims=[claim])
+    settings = short_hash(load("refiner/figure2").at("cpu").settings())
+    rows = {"Shift": {"MSE": [0.03, 0.01, 64]}}
+    result = make_result(recipe="refiner/figure2", rows=rows, claims=[claim], settings=settings)
     (results / "figure2.json").write_text(result.model_dump_json(by_alias=True))
     written = pages.write_pages(tmp_path / "results", tmp_path / "docs")
     assert {file.name for file in written} == {"loda.md", "dcs2.md", "refiner.md", "ats.md", "precode.md", "index.md"}
     page = (tmp_path / "docs" / "refiner.md").read_text()
     assert "| Shift | 0.030 ± 0.010 |" in page and "| Noise | not run |" in page
     index = (tmp_path / "docs" / "index.md").read_text()
-    assert "1 of 45 recipes were run" in index and "Not run: [loda/table1](loda.md#lodatable1), " in index
+    assert f"1 of {len(all_names())} recipes were run as they are now; of their claims 1 hold" in " ".join(index.split())
+    assert "Not run: [loda/table1](loda.md#lodatable1), " in index
 
 
 def test_a_damaged_result_is_told_in_one_line(tmp_path: Path) -> None:
@@ -128,3 +135,68 @@ def test_a_damaged_result_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "refiner" / "figure2.json").write_text('{"recipe": "refiner/figure2"}')
     with pytest.raises(UserError, match=r"figure2.json is damaged.*run the recipe again"):
         pages.write_pages(tmp_path, tmp_path / "docs")
+
+
+TRAINED = """
+title: Accuracies of a federation with one defended client, and scores against what was mixed
+common: {data: "mnist-5k:private=240", model: lenet, victims: 3, knowledge: paper, seed: 100}
+audits:
+  a: {}
+  trained: {utility: {clients: 4, images: 16, rounds: 4, batch_size: 8, seeds: 2, defended: 1, model: cnn}}
+cell: {defense: "{by}", attack: "ig:steps=2"}
+rows:
+  none: {by: none}
+  mixed: {by: "mixup:k=4"}
+columns:
+  accuracy: {audit: trained, metric: acc_test}
+  first round: {audit: trained, metric: "acc_test@1"}
+  lost: {audit: trained, metric: pdm}
+  absent: {audit: trained, metric: acc_absent, defense: none}
+  PSNR: {audit: a, metric: psnr}
+  of the largest: {audit: a, metric: psnr, against: component}
+  as fed: {audit: a, metric: psnr, against: fed}
+  VGG: {audit: a, metric: lpips_vgg}
+  length: {audit: a, metric: length}
+source: nothing.
+"""
+
+
+def test_accuracies_are_of_paired_seeds_and_scores_of_paired_victims(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(TRAINED)
+    recipe = load(str(tmp_path / "mine.yaml"))
+    result = run_recipe(recipe, "cpu", tmp_path / "out")
+    none, mixed = result.rows["none"], result.rows["mixed"]
+    assert none["accuracy"][2] == mixed["accuracy"][2] == none["absent"][2] == 2  # seeds
+    assert none["absent"] == mixed["absent"]  # the same for every defense
+    assert none["lost"][:2] == (0.0, 0.0)
+    lost = 100 * (none["accuracy"][0] - mixed["accuracy"][0]) / none["accuracy"][0]
+    assert mixed["lost"][0] == pytest.approx(lost, abs=0.01)
+    assert none["PSNR"] == none["of the largest"] == none["as fed"] and none["length"][:2] == (1.0, 0.0)
+    assert mixed["as fed"][2] == 3 and len({mixed[c][0] for c in ("PSNR", "of the largest", "as fed")}) > 1
+    assert mixed["length"][0] != 1.0 and 0 < none["VGG"][0] < 2
+
+    scaled = recipe.at("cpu")
+    audit = scaled.specs["trained"]
+    case = Case(audit)
+    folder = SharedFolder(tmp_path / "out" / "cases" / case.id)
+    stored = RecipeAudit(case, folder)
+    cell = scaled.cells["none", "accuracy"]
+    curves = folder.outcome(stored.key_of(cell)).history
+    expected = [sum(curves[name][-3:]) / 3 for name in ("acc_test", "acc_test@1")]  # the last three rounds
+    assert stored.value(cell).each == pytest.approx([100 * share for share in expected])
+    first = stored.value(scaled.cells["none", "first round"])
+    assert first.each == pytest.approx([100 * curves[name][0] for name in ("acc_test", "acc_test@1")])
+
+
+def test_a_result_of_other_settings_or_rules_is_called_out_of_date(
+    tmp_path: Path, make_result: Callable[..., RecipeResult]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(TRAINED)
+    recipe = load(str(tmp_path / "mine.yaml"))
+    rows = {row: dict.fromkeys(recipe.columns, "not run") for row in recipe.rows}
+    old = make_result(rows=rows, settings="0123456789")
+    assert pages.is_stale(recipe, old) and pages.OUT_OF_DATE in pages.section(recipe, old)
+    new = make_result(rows=rows, settings=short_hash(recipe.at("cpu").settings()))
+    assert not pages.is_stale(recipe, new) and pages.OUT_OF_DATE not in pages.section(recipe, new)
+    judged = recipe.at("cpu").settings()
+    assert judged["rules"] == RULES and judged["training"]["seeds"] == 5

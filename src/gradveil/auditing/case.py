@@ -25,6 +25,7 @@ from gradveil.core.losses import DEFAULT, check_loss, find_loss, loss_name
 from gradveil.core.randomness import generator, seeded
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors
+from gradveil.data import DataSet
 from gradveil.defenses.base import Defense
 from gradveil.metrics.leak_test import Slots, strangers_wanted
 from gradveil.storage.weights import load_weights
@@ -82,6 +83,15 @@ class Case:
 
     def batch(self, victim: int) -> Batch:
         return self.data.private[self.victims[victim]]
+
+    @property
+    def training_data(self) -> DataSet:
+        """What the attacked model is trained on."""
+        if not self.spec.held_out:
+            return self.data
+        keep = torch.ones(len(self.data.private), dtype=torch.bool)
+        keep[self.victims.flatten()] = False
+        return replace(self.data, private=self.data.private[keep.nonzero().flatten()])
 
     @property
     def public(self) -> Batch | None:
@@ -188,7 +198,9 @@ class Case:
     def terms(self) -> dict[str, Any]:
         summed = {"aggregate": self.spec.aggregate} if self.spec.aggregate > 1 else {}
         fresh = {"skip_victims": self.spec.skip_victims} if self.spec.skip_victims else {}
-        return self.spec.terms() | summed | fresh | self.names
+        stated: dict[str, Any] = {"held_out": True} if self.spec.held_out else {}
+        stated |= {"trained_by": self.spec.trained_by} if self.spec.trained_by != "sgd" else {}
+        return self.spec.terms() | summed | fresh | stated | self.names
 
     @cached_property
     def id(self) -> str:

@@ -35,7 +35,7 @@ from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update, widened
 from gradveil.core.update_change import mean_change, update_change
 from gradveil.defenses.base import Defense, Setup
-from gradveil.federation import CentralPlan, FederationPlan, train, train_central
+from gradveil.federation import FederationPlan, central_plan, train, train_central
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
 from gradveil.metrics.direct_look import direct_look
 from gradveil.processes.scheduler import OutOfMemory
@@ -349,14 +349,15 @@ def _train(work: Work) -> Result:
     """The state in which the model is attacked, trained under the same defense."""
     case, spec = work.case, work.case.spec
     if spec.trained_epochs:
-        plan, cache = CentralPlan(epochs=spec.trained_epochs, seed=spec.seed), work.folder.cache
+        plan, cache = central_plan(spec.trained_by, spec.trained_epochs, spec.seed), work.folder.cache
         training = partial(train_central, loss=case.loss, cache=cache, progress=work.stage)
-        return Outcome(), training(case.server, case.data, work.defense, plan)
-    clients = min(CLIENTS, len(case.data.private))
-    images = min(IMAGES // CLIENTS, len(case.data.private) // clients)
+        return Outcome(), training(case.server, case.training_data, work.defense, plan)
+    data = case.training_data
+    clients = min(CLIENTS, len(data.private))
+    images = min(IMAGES // CLIENTS, len(data.private) // clients)
     federation = FederationPlan(rounds=spec.trained_rounds, clients=clients, images_per_client=images, seed=spec.seed)
     folder, loss = work.folder.cache, spec.loss
-    history = train(case.server, case.data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
+    history = train(case.server, data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
     return Outcome(history={name: tuple(getattr(history, name)) for name in CURVES}), history.state
 
 

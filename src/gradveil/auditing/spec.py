@@ -26,6 +26,7 @@ from gradveil.core.settings import first_error
 from gradveil.core.types import Level, Mode
 from gradveil.data.catalogue import NAMED_SETS
 from gradveil.defenses.base import Defense
+from gradveil.federation.central import central_plan
 from gradveil.storage.reading import read_yaml
 
 SUITE = "standard"
@@ -81,6 +82,12 @@ class AuditSpec(BaseModel):
     sends_statistics: bool = Field(False, description="Clients send BatchNorm's statistics too.")
     trained_rounds: int = Field(0, ge=0, description="Federated rounds that trained the model.")
     trained_epochs: int = Field(0, ge=0, description="Central epochs that trained the model.")
+    trained_by: Annotated[str, OUTSIDE_CASE] = Field(  # a term of the case where it is not sgd, see `Case.terms`
+        "sgd", description="How central epochs train: adam:lr=X, sgd:lr=X,nesterov=true,milestones=N/M."
+    )
+    held_out: Annotated[bool, OUTSIDE_CASE] = Field(  # a term of the case where it is set, see `Case.terms`
+        False, description="Victims took no part in the training of the attacked model."
+    )
     knowledge: Level = "realistic"
     budget: Budget = "quick"
     seed: int = Field(0, ge=0, description="Seed of all randomness.")
@@ -155,6 +162,7 @@ class AuditSpec(BaseModel):
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
         if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):
             raise UserError("give --local-steps, or --local-epochs and --local-batch-size, not both.")
+        central_plan(self.trained_by, max(self.trained_epochs, 1), self.seed)  # refuses one that there is not
         training = self.local_training  # refuses what does not fit together, as the next line does
         if self.utility:
             self.utility.plan(training, self.batch_size, sys.maxsize, self.seed)

@@ -61,7 +61,7 @@ class UtilityTraining(BaseModel):
     momentum: float | None = Field(None, ge=0, lt=1, description="Of the same optimizer. [as audited; 0.9 with FedSGD]")
     weight_decay: float | None = Field(None, ge=0, description="Of the same optimizer. [as audited]")
     mode: Mode | None = Field(None, description="train or eval. [as audited]")
-    schedule: str = Field("constant", description="exponential:gamma=X or step:every=N.")
+    schedule: str = Field("constant", description="exponential:gamma=X, step:every=N or milestones:at=N/M.")
     evaluate_every: int | None = Field(None, ge=1, description="Evaluate after so many rounds. [20 times]")
     # Defenses that craft images cost much.
     defended: Literal["all"] | Annotated[int, Field(ge=1)] = Field("all", description="all, or how many clients.")

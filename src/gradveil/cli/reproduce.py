@@ -1,5 +1,6 @@
 """`gradveil reproduce`: a paper's table, run here, beside the published numbers."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,7 +28,8 @@ class Reproduction:
 
     scale: Literal["cpu", "paper"] = Field(default="cpu", description="cpu (small), or paper (its settings).")
     out: Path = Field(default=Path("runs/papers"), description="Folder of all cells; resumes.")
-    docs: Path | None = Field(default=None, description="Write the pages of all results there.")
+    docs: Path | None = Field(default=None, description="Keep results and write the pages of all there.")
+    minutes: float | None = Field(default=None, gt=0, description="Begin no recipe after so long; the same command goes on.")
     device: str = Field(default="cpu", description="cpu, cuda, cuda:1 or mps.")
     workers: int = Field(default=0, ge=0, description="Processes; 0: this one alone.")
 
@@ -42,7 +44,7 @@ def command(
 ) -> int:
     """Run a table or figure of a paper, and say which of its claims hold here.
 
-    Cells are kept in --out and shared by all recipes, so none is computed twice.
+    Cells are kept in --out and shared by all recipes, so none is computed twice, and a stopped run goes on.
 
     Example: gradveil reproduce precode/table1 --scale cpu --plan
     """
@@ -66,14 +68,17 @@ def command(
         for recipe in recipes:
             _show_plan(recipe, reproduction.scale)
         return 0
-    errors, console = Console(stderr=True), Console()
+    errors, console, began = Console(stderr=True), Console(), time.monotonic()
 
     def say(text: str) -> None:
         if not quiet:
             errors.print(text, highlight=False)
 
     try:
-        for recipe in recipes:
+        for done, recipe in enumerate(recipes):
+            if reproduction.minutes is not None and time.monotonic() - began > 60 * reproduction.minutes:
+                say(f"{done} of {plural(len(recipes), 'recipe')} in {reproduction.minutes:g} min; the same command goes on.")
+                break
             result = run_recipe(
                 recipe,
                 reproduction.scale,

@@ -84,7 +84,9 @@ def _gather(source: Source, options: Options, seed: int) -> Raw:
     decoded = []
     for part in parts:
         x = part.x if isinstance(part.x, np.ndarray) else decode(part.x, options.size)
-        decoded.append(Images(resize_square(x, options.size) if options.size else x, part.y))
+        x = resize_square(x, options.size) if options.size else x
+        margins = [(0, 0), *[(options.pad, options.pad)] * 2, *[(0, 0)] * (x.ndim - 3)]
+        decoded.append(Images(np.pad(x, margins) if options.pad else x, part.y))
     shapes = [part.pixels.shape[1:] for part in decoded]
     if len(set(shapes)) > 1:
         raise UserError(f"{name}: training images are {shape_text(shapes[0])}, test images {shape_text(shapes[1])}.")
@@ -132,7 +134,7 @@ def _classes(raw: Raw, expected: int | None, named: NamedSet | None, name: str) 
 def _public_images(text: str, private: Images, test: Images, options: Options, *, seed: int, name: str) -> Images:
     """The images of another set as the public part, without those that are in this set already."""
     other = resolve(text)
-    raw = _gather(other, _with_size(Options(size=options.size, limit=options.limit), other.named), seed)
+    raw = _gather(other, _with_size(Options(size=options.size, pad=options.pad, limit=options.limit), other.named), seed)
     images = raw.train if raw.test is None else concat([raw.train, raw.test])
     if images.pixels.shape[1:] != private.pixels.shape[1:]:
         other_shape, shape = (shape_text(part.pixels.shape[1:]) for part in (images, private))

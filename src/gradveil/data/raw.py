@@ -34,6 +34,7 @@ class Options:
         private: number of private images.
         public: another data set that serves as the public part, or `none`.
         size: centre-crop to a square and resize to this side, in pixels.
+        pad: black pixels around every image, on each side; added after `size`.
         limit: use at most this number of images.
         attribute: CelebA: the attribute that is the label.
         split: `person`: the labels of the public part occur in no other part.
@@ -42,6 +43,7 @@ class Options:
     private: int | None = Field(default=None, ge=1)
     public: str | None = None
     size: int | None = Field(default=None, ge=4, le=MAX_SIDE)
+    pad: int = Field(default=0, ge=0, le=MAX_SIDE // 4)
     limit: int | None = Field(default=None, ge=MIN_IMAGES)
     attribute: str | None = None
     split: Literal["image", "person"] = "image"

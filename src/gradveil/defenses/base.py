@@ -130,7 +130,11 @@ class Defense:
     @property
     def stages(self) -> list[str]:
         """The stages that this defense changes, in the order in which they run."""
-        return [s for s in STAGES if any(getattr(type(p), s) is not getattr(Defense, s) for p in self.parts)]
+        return [s for s in STAGES if any(p.changes(s) for p in self.parts)]
+
+    def changes(self, stage: str) -> bool:
+        """Whether this defense changes a stage; its settings may decide which."""
+        return getattr(type(self), stage) is not getattr(Defense, stage)
 
     @property
     def spec(self) -> str:

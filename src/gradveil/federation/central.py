@@ -13,7 +13,7 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, cross_entropy
 from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
-from gradveil.core.settings import settings
+from gradveil.core.settings import choose, settings
 from gradveil.core.types import Tensors
 from gradveil.data import DataSet
 from gradveil.defenses import Defense
@@ -26,11 +26,57 @@ class CentralPlan(SGDPlan):
     """Passes of SGD over the private images in mini-batches, shuffled in every pass."""
 
     epochs: int = Field(default=1, ge=1)
+    optimizer: str = "sgd"
+    milestones: tuple[int, ...] = ()  # passes after which the learning rate is divided by 10
 
     def federation(self) -> FederationPlan:
         """The same as a federation of one client; how many rounds a pass takes depends on the data."""
         sgd = {field.name: getattr(self, field.name) for field in dataclasses.fields(SGDPlan)}
-        return FederationPlan(clients=1, fedsgd=True, **sgd)
+        return FederationPlan(clients=1, fedsgd=True, optimizer=self.optimizer, **sgd)
+
+    def schedule(self, rounds_per_pass: int) -> str:
+        at = "/".join(str(passes * rounds_per_pass) for passes in self.milestones)
+        return f"milestones:at={at}" if at else "constant"
+
+
+@settings
+class CentralSGD:
+    """Training of an attacked model by SGD."""
+
+    lr: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    batch_size: int = Field(default=64, ge=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = False
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    milestones: tuple[int, ...] = ()
+
+    def plan(self, epochs: int, seed: int) -> CentralPlan:
+        of_sgd = {name: getattr(self, name) for name in ("momentum", "nesterov", "weight_decay")}
+        text = f"sgd:{','.join(f'{key}={value}' for key, value in of_sgd.items())}" if self.nesterov else "sgd"
+        shared = {name: getattr(self, name) for name in ("lr", "batch_size", "momentum", "weight_decay", "milestones")}
+        return CentralPlan(epochs=epochs, seed=seed, optimizer=text, **shared)
+
+
+@settings
+class CentralAdam:
+    """Training of an attacked model by Adam."""
+
+    lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    batch_size: int = Field(default=64, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    milestones: tuple[int, ...] = ()
+
+    def plan(self, epochs: int, seed: int) -> CentralPlan:
+        shared = {name: getattr(self, name) for name in ("lr", "batch_size", "weight_decay", "milestones")}
+        return CentralPlan(epochs=epochs, seed=seed, optimizer="adam", **shared)
+
+
+METHODS: dict[str, type[CentralSGD | CentralAdam]] = {"sgd": CentralSGD, "adam": CentralAdam}
+
+
+def central_plan(text: str, epochs: int, seed: int) -> CentralPlan:
+    """The training that `text` writes, such as `adam:lr=0.001,batch_size=64`."""
+    return choose("training", text, METHODS).plan(epochs, seed)
 
 
 def train_central(
@@ -46,6 +92,7 @@ def train_central(
     """The state of a copy of `module` after the training."""
     federation = Federation(module, data, defense, plan.federation(), loss=loss, cache=cache, progress=progress)
     server, client = federation.server(), federation.participant(0)
+    server.plan = dataclasses.replace(server.plan, schedule=plan.schedule(client.rounds_per_pass))
     steps = plan.epochs * client.rounds_per_pass
     for step in Loop(steps, shared=True):
         events = server.aggregate(step, [client.reply(server.state, step)])

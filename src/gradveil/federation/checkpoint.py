@@ -5,21 +5,21 @@ of the same round, so that one rename replaces all of it. `history.json` is writ
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from gradveil.core.errors import UserError
 from gradveil.core.hashing import digest
 from gradveil.core.losses import DEFAULT
-from gradveil.core.types import Tensors
 from gradveil.federation.history import History
-from gradveil.federation.rounds import Federation, Server
+from gradveil.federation.rounds import Federation, OptimizerMemory, Server
 from gradveil.storage.files import write_json, write_tensors
 from gradveil.storage.reading import parse_json
 from gradveil.storage.tensor_file import open_tensors
 
 STATE, HISTORY = "state.safetensors", "history.json"
-_VELOCITY = "server-velocity/"  # names of a module hold no slash
+_MEMORY = re.compile(r"server-(\w+)/(.*)")  # of the server's optimizer; names of a module hold no slash
 _HASHED = {"model": "another model", "images": "other images"}
 
 
@@ -38,8 +38,8 @@ class Checkpoint:
             **({"loss": loss} if loss != DEFAULT else {}),
         }
 
-    def load(self) -> tuple[History, Tensors]:
-        """The history with its state, and the server's velocity; both empty where nothing is stored."""
+    def load(self) -> tuple[History, OptimizerMemory]:
+        """The history with its state, and the memory of the server's optimizer; both empty where nothing is stored."""
         path = self.folder / STATE
         if not path.exists():
             if (self.folder / HISTORY).exists():
@@ -51,16 +51,21 @@ class Checkpoint:
             configuration, record = (parse_json(metadata[key], path) for key in ("configuration", "history"))
             if not isinstance(configuration, dict) or not isinstance(record, dict):
                 raise TypeError("no mapping")
-            state = {n: t for n, t in tensors.items() if not n.startswith(_VELOCITY)}
+            kept = {n: match for n in tensors if (match := _MEMORY.fullmatch(n))}
+            state = {n: t for n, t in tensors.items() if n not in kept}
             history = History.from_json(record, state)
         except (UserError, KeyError, TypeError, ValueError):
             raise UserError(f"{path} is not the state of a training run; choose another folder.") from None
         self._compare(configuration)
         self._write_history(record)  # a kill may have come between the two files
-        return history, {n.removeprefix(_VELOCITY): t for n, t in tensors.items() if n not in state}
+        memory: OptimizerMemory = {}
+        for name, match in kept.items():
+            memory.setdefault(match[1], {})[match[2]] = tensors[name]
+        return history, memory
 
     def save(self, history: History, server: Server) -> None:
-        tensors = {**server.state, **{_VELOCITY + name: t for name, t in server.velocity.items()}}
+        kept = {f"server-{kind}/{name}": t for kind, tensors in server.memory.items() for name, t in tensors.items()}
+        tensors = {**server.state, **kept}
         record = history.to_json()
         metadata = {"configuration": json.dumps(self.configuration), "history": json.dumps(record, allow_nan=False)}
         write_tensors(self.folder / STATE, tensors, metadata)

@@ -45,8 +45,8 @@ def train(
     federation = Federation(module, data, defense, plan, loss=find_loss(loss), cache=cache, progress=progress)
     checkpoint = Checkpoint(folder, federation, loss_name(loss)) if folder else None
     with alone_in(folder, "training") if folder else nullcontext():
-        history, velocity = checkpoint.load() if checkpoint else (History(), {})
-        server = federation.server(history.state, velocity)
+        history, memory = checkpoint.load() if checkpoint else (History(), {})
+        server = federation.server(history.state, memory)
         if history.rounds >= plan.rounds:
             return history
         save = checkpoint.save if checkpoint else None

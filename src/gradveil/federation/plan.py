@@ -37,13 +37,15 @@ class FederationPlan(SGDPlan):
     sampled: int | None = Field(default=None, ge=1, description="Clients that take part in a round. [all]")
     partition: str = Field(default="iid", description="iid, dirichlet:alpha=X, classes:per_client=N")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's images per round.")
-    optimizer: str = Field(default="sgd", description="Of local training: adam, adamw, sgd:momentum=0.9,nesterov=true")
+    optimizer: str = Field(
+        default="sgd", description="Of local training; with --fedsgd of the server: adam, adamw, sgd:momentum=0.9,nesterov=true"
+    )
     server_lr: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="Factor on the server's step.")
     accumulate: int = Field(default=1, ge=1, description="Mini-batches per step of the optimizer.")
     mode: Mode = Field(default="train", description="What dropout and BatchNorm do on clients: train or eval.")
     frozen: tuple[str, ...] = Field(default=(), description="Parameters that are not trained, such as 'features.*'; repeat.")
     sampling: BatchSampling = Field(default="shuffled", description="poisson: each mini-batch draws each image by itself.")
-    schedule: str = Field(default="constant", description="exponential:gamma=X or step:every=N.")
+    schedule: str = Field(default="constant", description="exponential:gamma=X, step:every=N or milestones:at=N/M.")
     fedsgd: bool = Field(default=False, description="Clients send one gradient per round.")
     defended: str | int = Field(default="all", description="all, or how many: the first N clients.")
     engine: EngineName = Field(default="inline", description="inline (this process), flower (simulation).")
@@ -57,7 +59,7 @@ class FederationPlan(SGDPlan):
             raise UserError(f"defended={text}: write all, or how many of the {self.clients} clients.")
         if self.sampled is not None and self.sampled > self.clients:
             raise UserError(f"sampled={self.sampled} asks for more clients than there are ({self.clients}).")
-        if self.fedsgd and (self.local_epochs, self.optimizer, self.accumulate, self.sampling) != (1, "sgd", 1, "shuffled"):
+        if self.fedsgd and (self.local_epochs, self.accumulate, self.sampling) != (1, 1, "shuffled"):
             raise UserError("FedSGD sends one gradient per round, so there is no local training to set.")
         schedule(self.schedule)  # refuses one that there is not
         optimizer(self.optimizer)
@@ -70,19 +72,23 @@ class FederationPlan(SGDPlan):
     def learning_rate(self, round: int) -> float:
         return self.lr * schedule(self.schedule).factor(round)
 
+    @property
+    def optimizer_text(self) -> str:
+        """The optimizer with all its settings: of the clients, or with FedSGD of the server."""
+        momentum = f"momentum={self.momentum}," if self.optimizer == "sgd" else ""
+        return self.optimizer if ":" in self.optimizer else f"{self.optimizer}:{momentum}weight_decay={self.weight_decay}"
+
     def local_training(self, round: int) -> LocalTraining:
         """One gradient, or local SGD at the learning rate of this round."""
         common = LocalTraining(mode=self.mode, frozen=self.frozen, sends_statistics=True)
         if self.fedsgd:
             return common
-        momentum = f"momentum={self.momentum}," if self.optimizer == "sgd" else ""
-        text = self.optimizer if ":" in self.optimizer else f"{self.optimizer}:{momentum}weight_decay={self.weight_decay}"
         return dataclasses.replace(
             common,
             epochs=self.local_epochs,
             batch_size=self.batch_size,
             lr=self.learning_rate(round),
-            optimizer=text,
+            optimizer=self.optimizer_text,
             accumulate=self.accumulate,
             sampling=self.sampling,
         )

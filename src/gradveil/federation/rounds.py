@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil.client import Client, check_sampling, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import Loss, ModelFunction, cross_entropy
-from gradveil.core.local_training import freeze
+from gradveil.core.local_training import freeze, optimizer
 from gradveil.core.loops import Loop
 from gradveil.core.progress import Progress
 from gradveil.core.randomness import generator, seeded
@@ -34,6 +34,7 @@ from gradveil.federation.history import Event, History
 from gradveil.federation.partition import share
 from gradveil.federation.plan import FederationPlan
 
+OptimizerMemory = dict[str, Tensors]  # what the server's optimizer keeps from round to round
 Engine = Callable[[Tensors, int, Sequence[int]], Sequence[Reply | Failure]]
 
 
@@ -75,8 +76,8 @@ class Federation:
     def participant(self, number: int) -> Participant:
         return Participant(self, number)
 
-    def server(self, state: Tensors | None = None, velocity: Tensors | None = None) -> Server:
-        return Server(self.plan, self.task.model.trainable, state or self.state, velocity)
+    def server(self, state: Tensors | None = None, memory: OptimizerMemory | None = None) -> Server:
+        return Server(self.plan, self.task.model.trainable, state or self.state, memory)
 
     def measure(self, state: Tensors, round: int) -> dict[str, float | None]:
         """Accuracy on the test part, on the images of all clients and on those of defended clients (NaN where targets
@@ -152,9 +153,9 @@ class Participant:
 class Server:
     """Holds the state and moves it by the mean of the replies, weighted by examples."""
 
-    def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, velocity: Tensors | None = None):
+    def __init__(self, plan: FederationPlan, trainable: Sequence[str], state: Tensors, memory: OptimizerMemory | None = None):
         self.plan, self.trainable = plan, list(trainable)
-        self.state, self.velocity = dict(state), dict(velocity or {})
+        self.state, self.memory = dict(state), memory or {}
 
     def aggregate(self, round: int, replies: Sequence[Reply | Failure]) -> list[Event]:
         """Move the state by the usable replies; the events name the others."""
@@ -173,15 +174,10 @@ class Server:
         return events
 
     def _sgd_step(self, parameters: Tensors, gradients: Tensors, round: int) -> Tensors:
-        """FedSGD: the step of the server, with momentum and weight decay as in torch.optim.SGD."""
-        step = {}
-        for name, gradient in gradients.items():
-            g = gradient + self.plan.weight_decay * parameters[name]
-            if self.plan.momentum:
-                g = self.plan.momentum * self.velocity[name] + g if name in self.velocity else g
-                self.velocity[name] = g
-            step[name] = -self.plan.learning_rate(round) * g
-        return step
+        """FedSGD: the step of the server, with its optimizer."""
+        exact = {name: value.double() for name, value in parameters.items()}
+        moved = optimizer(self.plan.optimizer_text).step(exact, gradients, self.plan.learning_rate(round), self.memory)
+        return {name: moved[name] - exact[name] for name in exact}
 
 
 def run(

@@ -45,7 +45,23 @@ class StepDecay(Schedule):
         return float(self.gamma ** (round // self.every))
 
 
-SCHEDULES: dict[str, type[Schedule]] = {"constant": Constant, "exponential": Exponential, "step": StepDecay}
+@settings
+class Milestones(Schedule):
+    """Multiplied by `gamma` at each of these rounds: `milestones:at=100/150`."""
+
+    at: tuple[int, ...] = (100, 150)
+    gamma: float = Field(default=0.1, gt=0, le=1)
+
+    def factor(self, round: int) -> float:
+        return float(self.gamma ** sum(round >= milestone for milestone in self.at))
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "constant": Constant,
+    "exponential": Exponential,
+    "step": StepDecay,
+    "milestones": Milestones,
+}
 
 
 def schedule(text: str) -> Schedule:

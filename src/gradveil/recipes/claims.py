@@ -3,14 +3,14 @@
 A claim has one kind: `order` (values that rise from left to right, or fall by no more than `slack`), `lowest` or `highest`
 (one cell against the others of its row or column, or against those that `of` names), `at_least` or `at_most` (a number,
 then cells). A cell is written `row | column`. A difference within two standard errors cannot be told; means over the same
-victims are compared victim by victim. A claim is tested only where `only_if` holds, for example where an attack succeeds
-without a defense.
+victims are compared victim by victim, accuracies seed by seed. A claim is tested only where `only_if` holds, for example
+where an attack succeeds without a defense.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -22,12 +22,15 @@ ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
 Position = tuple[str, str]  # row and column of a cell
 WITHIN = 2.0  # standard errors
 SAME = 1e-6  # smaller differences are rounding
-SEED_SPREAD = 2.0  # points by which test accuracies of small trainings differ between seeds (docs/results/utility.md)
+RULES = 2  # version of how numbers are taken and compared; 1: accuracies of one training with an assumed spread
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number with its standard deviation over `n` images, and the single numbers where they are stored."""
+    """A number with its standard deviation over `n` images or trainings, and the single numbers where they are stored.
+
+    Numbers that belong together, of the same victims or of trainings of the same seeds, stand at the same place of `each`.
+    """
 
     mean: float
     std: float = 0.0
@@ -52,9 +55,10 @@ class Value:
         return self.mean - other.mean, math.hypot(self.error, other.error)
 
 
-def accuracy_value(share: float, images: int) -> Value:
-    """An accuracy in percent, with the error of a test on so many images and the spread between seeds."""
-    return Value(100 * share, math.hypot(100 * math.sqrt(share * (1 - share) / images), SEED_SPREAD))
+def of_trainings(shares: Sequence[float]) -> Value:
+    """Accuracies in percent, one per seed. One training tells nothing about the spread between seeds."""
+    value = Value.of(100 * share for share in shares)
+    return value if value.n > 1 else Value(value.mean, math.inf)
 
 
 Table = Mapping[Position, Value]
@@ -155,6 +159,8 @@ def _sign(gap: float, error: float) -> int:
 
 def _reaches(gap: float, error: float) -> int:
     """1: the mean reaches the limit, 0: the mean misses it by less than the error, −1: by more."""
+    if math.isinf(error):
+        return 0
     return 1 if gap >= 0 else (0 if gap + WITHIN * error >= 0 else -1)
 
 
@@ -163,7 +169,7 @@ def _all(signs: list[int]) -> ClaimVerdict:
 
 
 def _figure(where: Position, value: Value) -> str:
-    spread = f" ± {_number(value.error)}" if value.error else ""
+    spread = " (one training)" if math.isinf(value.error) else f" ± {_number(value.error)}" if value.error else ""
     return f"{' | '.join(where)} {_number(value.mean)}{spread}"
 
 

@@ -7,11 +7,11 @@ named pieces, so that a stopped run resumes with the next one.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import Tensor
 
 from gradveil import attacks, defenses
@@ -30,10 +30,10 @@ from gradveil.defenses.data.loda.defense import Loda
 from gradveil.metrics import lpips, psnr, ssim
 from gradveil.models import build
 from gradveil.recipes.bench import Bench
-from gradveil.recipes.claims import Value, accuracy_value
+from gradveil.recipes.claims import Value, of_trainings
 
 Values = dict[str, Value]
-WorkKind = Literal["training", "obscuring", "gradients", "attacks"]
+WorkKind = Literal["training", "obscuring", "gradients", "attacks", "crafting"]
 
 FUNCTIONS = 50  # in the library of ATS
 POLICIES_AT_ONCE = 20  # their victims are attacked together
@@ -171,7 +171,11 @@ class FunctionScores(AtsMeasurement):
 
 
 class ScoreCorrelation(AtsMeasurement):
-    """ATS Figure 2: the correlation of the score with what an attack gets, compared with the transformed images."""
+    """ATS Figure 2: the correlation of the score with what an attack gets, compared with the transformed images.
+
+    A PSNR is the higher the less contrast an image has, whatever an attack gets, and policies change the contrast. So
+    beside the plain correlation there is the partial one, given the quality that a flat image of the mean brightness has.
+    """
 
     kind: Literal["score_correlation"]
     policies: int
@@ -181,14 +185,13 @@ class ScoreCorrelation(AtsMeasurement):
         model = HalfTrained(self, bench)
 
         def measure(group: Sequence[Policy]) -> list[dict[str, float]]:
-            """Per policy the score and the quality of the reconstructions; more is better."""
+            """Per policy the score, the quality of the reconstructions and of flat guesses; more is better."""
             rows = []
             for policy, (fed, images) in zip(group, model.attack(group, self.attack), strict=True):
-                quality = {"PSNR": psnr(fed.x, images), "SSIM": ssim(fed.x, images)}
-                if (distance := lpips(fed.x, images)) is not None:
-                    quality["1 - LPIPS"] = 1 - distance
-                means = {name: float(value.mean()) for name, value in quality.items()}
-                rows.append({"score": model.scorer.privacy(policy), **means})
+                flat = fed.x.mean(dim=(2, 3), keepdim=True).expand_as(fed.x)
+                means = {name: float(value.mean()) for name, value in _quality(fed.x, images).items()}
+                guessed = {f"flat {name}": float(value.mean()) for name, value in _quality(fed.x, flat).items()}
+                rows.append({"score": model.scorer.privacy(policy), **means, **guessed})
             return rows
 
         drawn = candidates(Search(candidates=self.policies, seed=self.seed))
@@ -200,15 +203,36 @@ class ScoreCorrelation(AtsMeasurement):
 
         scores = columns.pop("score")
         values: Values = {"policies": Value(self.policies), "score": Value.of(scores), "none": Value(0.0)}
-        for name, numbers in columns.items():
+        for name in [name for name in columns if not name.startswith("flat ")]:
+            numbers, flat = columns[name], columns[f"flat {name}"]
             pearson, spearman = (float(f(scores, numbers).statistic) for f in (pearsonr, spearmanr))
-            error = (1 - pearson**2) / max(self.policies - 3, 1) ** 0.5  # by Fisher's transform
-            values |= {f"{name} pearson": Value(pearson, error), f"{name} spearman": Value(spearman, error)}
+            partial = float(pearsonr(_without(scores, flat), _without(numbers, flat)).statistic)
+            correlations = {"pearson": pearson, "spearman": spearman, "partial": partial}
+            values |= {f"{name} {kind}": Value(r, _error(r, self.policies)) for kind, r in correlations.items()}
             values[name] = Value.of(numbers)
         return values
 
     def work(self, private: int) -> list[MeasurementWork]:
         return self._workloads(private, self.policies, self.policies, [self.attack])
+
+
+def _quality(truth: Tensor, guess: Tensor) -> Tensors:
+    quality = {"PSNR": psnr(truth, guess), "SSIM": ssim(truth, guess)}
+    distance = lpips(truth, guess)
+    return quality if distance is None else quality | {"1 - LPIPS": 1 - distance}
+
+
+def _without(numbers: Sequence[float], other: Sequence[float]) -> list[float]:
+    """What is left of numbers after a straight line in others."""
+    y, x = (torch.tensor(values, dtype=torch.float64) for values in (numbers, other))
+    x = x - x.mean()
+    slope = (x @ y) / (x @ x).clamp_min(1e-300)
+    return (y - y.mean() - slope * x).tolist()
+
+
+def _error(correlation: float, count: int) -> float:
+    """By Fisher's transform."""
+    return float((1 - correlation**2) / max(count - 3, 1) ** 0.5)
 
 
 class LayerSimilarity(AtsMeasurement):
@@ -255,6 +279,7 @@ class ObscuredAccuracy(Measurement):
     models: dict[str, str]
     images: int
     epochs: int
+    seeds: int = 5  # trainings; the n-th of every row have the same weights at first and the same mini-batches
 
     def take(self, bench: Bench) -> Values:
         data = load(self.data, seed=self.seed)
@@ -264,19 +289,20 @@ class ObscuredAccuracy(Measurement):
         def obscured(defense: str) -> Tensor:
             return private.x if defense == "none" else _obscured(bench, defense, private, data, self.seed)
 
-        def measure(piece: tuple[str, str]) -> float:
+        def measure(piece: tuple[str, str]) -> list[float]:
             defense, model = piece
-            return accuracy(model, Batch(obscured(defense), private.hard_labels), data, self.epochs, self.seed)
+            train, seeds = Batch(obscured(defense), private.hard_labels), range(self.seed, self.seed + self.seeds)
+            return [accuracy(model, train, data, self.epochs, seed) for seed in seeds]
 
         labels = [(label, name) for label in self.trained_on for name in self.models]
         pieces = {f"{label} {name}": (self.trained_on[label], self.models[name]) for label, name in labels}
-        return {name: accuracy_value(share, len(data.test)) for name, share in bench.each(pieces, measure).items()}
+        return {name: of_trainings(shares) for name, shares in bench.each(pieces, measure).items()}
 
     def work(self, private: int) -> list[MeasurementWork]:
         """A step of obscuring is one pass through the public network, which is about as large as `cnn`."""
         images, methods = min(private, self.images), [defenses.parse(text) for text in self.trained_on.values()]
         crafted = sum(images * method.steps for method in methods if isinstance(method, Loda))
-        learned = len(methods) * images * self.epochs
+        learned = len(methods) * images * self.epochs * self.seeds
         return [
             MeasurementWork("obscuring", "cnn", crafted),
             *(MeasurementWork("training", m, learned) for m in self.models.values()),
@@ -339,9 +365,3 @@ class Perturbations(Measurement):
         changed = {"shift": shifted, "scale": scaled.view_as(x), "noise": noisy}
         errors = bench.each(changed, lambda other: (other - x).square().flatten(1).mean(1).tolist())
         return {name: Value.of(each) for name, each in errors.items()}
-
-
-AnyMeasurement = Annotated[
-    GradientSimilarity | FunctionScores | ScoreCorrelation | LayerSimilarity | ObscuredAccuracy | Perturbations,
-    Field(discriminator="kind"),
-]

@@ -8,6 +8,7 @@ from typing import get_args
 
 from pydantic import JsonValue
 
+from gradveil.core.hashing import short_hash
 from gradveil.recipes.charts import chart
 from gradveil.recipes.claims import ClaimVerdict
 from gradveil.recipes.recipe import PAPERS, Printed, Recipe, all_names, load
@@ -17,14 +18,18 @@ from gradveil.storage.files import write_text
 from gradveil.storage.run_folder import read_record
 
 NOT_RUN = "not run"
-HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over the victims ± their standard deviation. A
-claim holds, does not hold, or cannot be told: two means must differ by more than two standard errors, victim by
-victim where the victims are the same. *Scaled down* is what this run took in place of the paper's settings;
+STORED = "stored"  # folder of all results beside the pages
+HEAD = """Written by `gradveil reproduce {paper} --docs`. Numbers are means over the victims ± their standard deviation,
+accuracies means over trainings of several seeds, each the mean of its last three evaluations. A claim holds, does not
+hold, or cannot be told: two means must differ by more than two standard errors, victim by victim or seed by seed where
+they are the same. *Scaled down* is what this run took in place of the paper's settings;
 `--scale paper` takes those."""
 INDEX = """# Which of the papers' claims hold here
 
 Every table and figure with numbers of five papers is a recipe, run beside the published numbers: `gradveil reproduce --list`.
-{run} of {all} recipes were run; of their claims {verdicts} at this scale. Written by `gradveil reproduce all --docs`.
+Written by `gradveil reproduce all --docs docs/results --minutes 110`, which goes on where it ended until all are run. {run} of
+{all} recipes were run as they are now; of their claims {verdicts} at this scale. {stale} results are *out of date*: measured
+before their recipe or the rules of judging changed, and not counted.
 
 A claim that does not hold at CPU scale does not refute the paper: nets, images and iterations are fewer. What was
 scaled down and what may explain a difference stands with each table.
@@ -47,12 +52,20 @@ HEADINGS: dict[ClaimVerdict, str] = {
     "cannot be told": "Claims that cannot be told at this scale",
     "holds": "Claims that hold here",
 }
+OUT_OF_DATE = "**Out of date:** measured before this recipe or the rules of judging changed; run it again."
 PLURAL = {"holds": "hold", "does not hold": "do not hold"}
 
 
 def write_pages(results: Path, docs: Path) -> list[Path]:
-    """Every page, from the results that are in the folder; a recipe without one is named as not run."""
-    files = {name: results / f"{name}.json" for name in all_names()}
+    """Keep the results of a run in the pages' folder, and write every page from all that are kept there.
+
+    A recipe without a result is named as not run; one whose result is of other settings or rules as out of date.
+    """
+    files = {name: docs / STORED / f"{name}.json" for name in all_names()}
+    for name, file in files.items():
+        if (new := results / f"{name}.json").is_file():
+            read_record(new, RecipeResult, "run the recipe again")  # a damaged one replaces nothing
+            write_text(file, new.read_text(encoding="utf-8"))
     stored = {n: read_record(file, RecipeResult, "run the recipe again") for n, file in files.items() if file.is_file()}
     written = []
     for paper, title in PAPERS.items():
@@ -69,6 +82,11 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
     return written
 
 
+def is_stale(recipe: Recipe, result: RecipeResult) -> bool:
+    """Whether the result was measured with other settings, or judged by other rules, than those of the recipe now."""
+    return result.settings != short_hash(recipe.at(result.scale).settings())
+
+
 def _drawings(recipe: Recipe, result: RecipeResult, results: Path, images: Path) -> list[str]:
     """The recipe's pictures and its chart, where it has any."""
     name = recipe.name.replace("/", "-")
@@ -76,10 +94,12 @@ def _drawings(recipe: Recipe, result: RecipeResult, results: Path, images: Path)
     lines: list[str] = []
     if (picture := results / f"{recipe.name}.png").is_file():
         shutil.copyfile(picture, images / f"{name}.png")
+    if result.pictures and (images / f"{name}.png").is_file():  # of this run, or kept from an earlier one
         rows = "; ".join(result.pictures or ())
         lines += ["", f"![{recipe.title}](images/{name}.png)", "", f"From above: {rows}."]
-    if drawing := chart(recipe, result):
+    if not is_stale(recipe, result) and (drawing := chart(recipe, result)):
         write_text(images / f"{name}.svg", drawing)
+    if (recipe.scatter or recipe.lines) and (images / f"{name}.svg").is_file():  # an old result keeps its old chart
         lines += ["", f"![{recipe.title}](images/{name}.svg)"]
     return lines
 
@@ -90,17 +110,25 @@ def section(recipe: Recipe, result: RecipeResult | None) -> list[str]:
     if result is None:
         return [*lines, "", "Not run.", *_published(recipe)]
     ours = {row: [entry_text(result.rows.get(row, {}).get(c, NOT_RUN)) for c in recipe.columns] for row in recipe.rows}
+    stale = is_stale(recipe, result)
+    lines += ["", OUT_OF_DATE] if stale else []
     lines += ["", f"Here, at scale {result.scale}:", "", *_table(recipe, ours), *_published(recipe)]
     if result.claims:
         lines += ["", "| claim | here | figures |", "|---|---|---|"]
-        lines += [f"| {c.claim} | {c.verdict} | {c.figures.replace(' | ', ' / ')} |" for c in result.claims]
+        when = " (out of date)" if stale else ""
+        lines += [f"| {c.claim} | {c.verdict}{when} | {c.figures.replace(' | ', ' / ')} |" for c in result.claims]
+    if stale:  # notes and differences between the scales are those of the recipe as it is now
+        return [*lines, *_measured(result)]
     if recipe.comment:
         lines += ["", " ".join(recipe.comment.split())]
     if result.scale == "cpu" and (text := "; ".join(scaled_down(recipe))):
         lines += ["", f"Scaled down: {text}."]
+    return [*lines, *_measured(result)]
+
+
+def _measured(result: RecipeResult) -> list[str]:
     about = result.environment
     return [
-        *lines,
         "",
         f"Seeds {', '.join(map(str, about.seeds))}; {seconds_text(result.seconds)} of work in all its cells; "
         f"gradveil {about.gradveil}, torch {about.torch}, Python {about.python}, {about.machine}, {about.date}.",
@@ -176,17 +204,22 @@ def _words(value: JsonValue) -> str:
 
 
 def _index(results: dict[str, RecipeResult]) -> list[str]:
-    counts = Counter(claim.verdict for result in results.values() for claim in result.claims)
+    stale = {name for name, result in results.items() if is_stale(load(name), result)}
+    counts = Counter(claim.verdict for name in results.keys() - stale for claim in results[name].claims)
     verdicts = ", ".join(f"{counts[verdict]} {PLURAL.get(verdict, verdict)}" for verdict in get_args(ClaimVerdict))
-    lines = [INDEX.format(run=len(results), all=len(all_names()), verdicts=verdicts)]
+    lines = [INDEX.format(run=len(results) - len(stale), all=len(all_names()), verdicts=verdicts, stale=len(stale))]
     links = {name: f"[{name}]({name.partition('/')[0]}.md#{name.replace('/', '')})" for name in all_names()}
+    current = {name: result for name, result in results.items() if name not in stale}
     for verdict, heading in HEADINGS.items():
         lines += [f"## {heading} ({counts[verdict]})", "", "| recipe | claim |", "|---|---|"]
-        for name, result in results.items():
+        for name, result in current.items():
             lines += [f"| {links[name]} | {claim.claim} |" for claim in result.claims if claim.verdict == verdict]
         lines.append("")
-    silent = [links[name] for name, result in results.items() if not result.claims]
-    missing = [links[name] for name in links if name not in results]
-    lines += [f"The paper makes no claim that figures bear out: {', '.join(silent)}.", ""] if silent else []
-    lines += [f"Not run: {', '.join(missing)}.", ""] if missing else []
+    others = {
+        "The paper makes no claim that figures bear out": [name for name, result in current.items() if not result.claims],
+        "Out of date": [name for name in links if name in stale],
+        "Not run": [name for name in links if name not in results],
+    }
+    for text, names in others.items():
+        lines += [f"{text}: {', '.join(links[name] for name in names)}.", ""] if names else []
     return lines[:-1]

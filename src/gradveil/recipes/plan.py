@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from gradveil import attacks, models
+from gradveil import attacks, defenses, models
 from gradveil.attacks.budget import Budget, Workload
 from gradveil.auditing.work import one_thread
 from gradveil.core.gradients import ModelFunction
@@ -22,6 +22,9 @@ from gradveil.core.types import Shape
 from gradveil.data import load
 from gradveil.data.source import resolve
 from gradveil.data.split import sizes
+from gradveil.defenses.batch.refiner.defense import Refiner
+from gradveil.defenses.gradient.dcs2 import DCS2
+from gradveil.federation import FederationPlan
 from gradveil.recipes.measures import WorkKind
 from gradveil.recipes.recipe import ATTACK_METRICS, TRAINING_METRICS, Scale, Scaled
 
@@ -78,8 +81,13 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[PlannedWork]:
             add(f"{title}, attacks", len(pairs), steps, "attacks", spec.model, facts, spec.batch_size)
         if trained and (training := spec.utility):
             plan = training.plan(spec.local_training, spec.batch_size, facts.private, spec.seed)
-            model, images = training.model or spec.model, plan.rounds * plan.clients * (plan.images_per_client or 0)
-            add(f"{title}, trainings of {model}", len(trained), len(trained) * images, "training", model, facts)
+            model, each = training.model or spec.model, training.seeds * plan.rounds * _images_per_round(plan)
+            absent = plan.num_defended < plan.clients  # without a defense it is also run without the defended clients
+            images = each * plan.clients * (len(trained) + absent)
+            add(f"{title}, trainings of {model}", len(trained), images, "training", model, facts)
+            crafted = sum(_crafting_steps(defense) for defense in trained) * each * plan.num_defended
+            if crafted:
+                add(f"{title}, crafting in these trainings", len(trained), crafted, "crafting", model, facts)
     for name in dict.fromkeys(cell.measure for cell in scaled.wanted() if cell.measure):
         measurement = scaled.measures[name]
         facts = _facts(measurement.data, scaled.scale)
@@ -93,6 +101,17 @@ def make_plan(scaled: Scaled, *, timed: bool = True) -> list[PlannedWork]:
     return lines
 
 
+def _images_per_round(plan: FederationPlan) -> int:
+    """Images of a client that a gradient is computed of in a round."""
+    held = plan.images_per_client or 0
+    return min(plan.batch_size or held, held) if plan.fedsgd else held * plan.local_epochs
+
+
+def _crafting_steps(defense: str) -> int:
+    """Gradients of gradients that a defense computes for every batch."""
+    return sum(part.steps for part in defenses.parse(defense).parts if isinstance(part, DCS2 | Refiner))
+
+
 @lru_cache(maxsize=64)
 def _facts(data: str, scale: Scale) -> DataFacts:
     """At scale cpu from the files at hand; otherwise, and without files, from what the publisher says."""
@@ -102,7 +121,7 @@ def _facts(data: str, scale: Scale) -> DataFacts:
         loaded = load(data)
         return DataFacts(loaded.input_shape, loaded.num_classes, len(loaded.private), len(loaded.public))
     channels, height, width = SHAPES.get(named.name, PHOTOGRAPH)
-    shape = (channels, options.size or height, options.size or width)
+    shape = (channels, (options.size or height) + 2 * options.pad, (options.size or width) + 2 * options.pad)
     private, public, _ = sizes(named.images, options, test_published=True, name=data)
     return DataFacts(shape, named.num_classes, private, public)
 
@@ -121,8 +140,9 @@ def _function(model: str, facts: DataFacts) -> ModelFunction:
 
 @lru_cache(maxsize=64)
 def _seconds_per_image(kind: WorkKind, model: str, facts: DataFacts) -> float:
-    """A gradient and the gradient of its distance ("attacks"), a gradient per image, or a gradient of a mini-batch."""
-    function, count = _function(model, facts), TRAIN_BATCH if kind in ("training", "obscuring") else BATCH
+    """A gradient and the gradient of its distance, of single images ("attacks") or of a mini-batch ("crafting"), a gradient
+    per image, or a gradient of a mini-batch."""
+    function, count = _function(model, facts), BATCH if kind in ("attacks", "gradients") else TRAIN_BATCH
     state, x, y = function.state(), torch.full((count, *facts.shape), 0.5), torch.zeros(count, dtype=torch.long)
 
     def match() -> None:
@@ -130,7 +150,14 @@ def _seconds_per_image(kind: WorkKind, model: str, facts: DataFacts) -> float:
         updates = function.updates(state, candidates, y[:, None], LocalTraining())
         torch.autograd.grad(torch.stack([(g**2).sum() for g in updates.values()]).sum(), candidates)
 
+    def craft() -> None:
+        images = x.clone().requires_grad_()
+        with torch.enable_grad():
+            gradient = function.gradient(state, images, y, differentiable=True)
+            torch.autograd.grad(torch.stack([(g**2).sum() for g in gradient.values()]).sum(), images)
+
     work: dict[WorkKind, Callable[[], object]] = {
+        "crafting": craft,
         "training": lambda: function.gradient(state, x, y),
         "obscuring": lambda: function.gradient(state, x, y),
         "gradients": lambda: function.gradients(state, x[:, None], y[:, None]),

@@ -8,7 +8,7 @@ part of a cell (audit, defense, attack, metric …); together with the recipe's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError, 
 from gradveil.attacks.suite import suite_named
 from gradveil.auditing.spec import CONTROL, AuditSpec, make_spec
 from gradveil.core.errors import UserError, unknown
-from gradveil.recipes.claims import Claim, Position
-from gradveil.recipes.measures import AnyMeasurement
+from gradveil.recipes.claims import RULES, Claim, Position
+from gradveil.recipes.searches import AnyMeasurement
 from gradveil.storage.reading import read_yaml
 
 Scale = Literal["cpu", "paper"]
@@ -33,16 +33,16 @@ PAPERS = {
 ROOT = Path(__file__).parent
 
 # The metrics of a cell, by the work that measures them.
-ATTACK_METRICS = ("psnr", "ssim", "mse", "mse_normalised", "lpips", "asr", "identified")
-UPDATE_METRICS = ("noise_ratio", "cosine", "seconds")
-TRAINING_METRICS = ("acc_test", "acc_train", "acc_sensitive", "pdm")
+ATTACK_METRICS = ("psnr", "ssim", "mse", "mse_normalised", "lpips", "lpips_vgg", "asr", "identified")
+UPDATE_METRICS = ("noise_ratio", "cosine", "length", "seconds")
+TRAINING_METRICS = ("acc_test", "acc_train", "acc_sensitive", "acc_absent", "pdm")
 METRICS = (*ATTACK_METRICS, *UPDATE_METRICS, *TRAINING_METRICS)
 STATISTICS = ("mean", "std", "min", "max")
 
-# The training of recipes, unless they state it: one of a small network, at one learning rate.
+# The training of recipes, unless they state it: of a small network, at one learning rate, with enough seeds for a spread.
 TRAINING: dict[str, JsonValue] = {
     "model": "cnn",
-    "seeds": 1,
+    "seeds": 5,
     "lr_grid": "1",
     "rounds": 20,
     "clients": 10,
@@ -68,8 +68,8 @@ class TableCell(BaseModel, frozen=True):
     audit: str = ""
     defense: str = CONTROL
     attack: str = ""
-    metric: str = ""  # `psnr`, with a statistic `psnr.max`; of a training with a round `acc_test@5`
-    against: Literal["original", "fed"] = "original"
+    metric: str = ""  # `psnr`, with a statistic `psnr.max`; of a training with a round `acc_test@5`, or a share `acc_test@25%`
+    against: Literal["original", "fed", "component"] = "original"
     measure: str = ""
     value: str = ""  # of the measurement
 
@@ -81,11 +81,10 @@ class TableCell(BaseModel, frozen=True):
     def statistic(self) -> str:
         return self.metric.partition(".")[2] or "mean"
 
-    @property
-    def round(self) -> int | None:
-        """The round of a training; None: the last."""
+    def rounds(self, trained: int) -> int:
+        """Up to which of the rounds of a training the number is; all, unless the metric names a round or a share."""
         text = self.metric.partition("@")[2]
-        return int(text) if text else None
+        return round(float(text[:-1]) / 100 * trained) if text.endswith("%") else int(text or trained)
 
 
 class Picture(BaseModel, extra="forbid", frozen=True):
@@ -200,17 +199,22 @@ class Scaled:
         return specs
 
     def wanted(self) -> Iterator[TableCell]:
-        """Every cell of the table and of the pictures; a loss of accuracy needs the undefended accuracy too."""
+        """Every cell of the table and of the pictures, and what their numbers are compared with."""
         for cell in [*self.cells.values(), *(p.cell for p in self.pictures)]:
             yield cell
-            if cell.figure == "pdm":
+            if cell.figure in ("pdm", "length"):
                 yield undefended(cell)
+            if cell.against == "component":
+                yield update_of(cell)
 
     def settings(self) -> dict[str, object]:
         """All that a result depends on, to recognize a stored result that is out of date."""
         recipe, cells = self.recipe, {" | ".join(key): cell.model_dump() for key, cell in self.cells.items()}
         trees = {"common": recipe.common, "audits": recipe.audits, "measures": recipe.measures}
-        return {**chosen(trees, self.scale), "cells": cells}
+        # Numbers whose rules never changed keep their hash.
+        ruled = any(cell.figure in TRAINING_METRICS or cell.against != "original" for cell in self.cells.values())
+        rules = {"rules": RULES, "training": TRAINING} if ruled else {}
+        return {**chosen(trees, self.scale), "cells": cells, **rules}
 
     def _cell(self, keys: Tree) -> TableCell:
         keys = chosen(keys, self.scale)
@@ -230,7 +234,9 @@ class Scaled:
             return
         if cell.audit not in self.recipe.audits:
             raise UserError(where + str(unknown("audit", cell.audit, self.recipe.audits)))
-        if cell.figure not in METRICS or cell.statistic.partition("@")[0] not in STATISTICS:
+        place = cell.metric.partition("@")[2].removesuffix("%")
+        is_metric = cell.figure in METRICS and cell.statistic.partition("@")[0] in STATISTICS
+        if not is_metric or (place and not place.isdecimal()):
             raise UserError(where + str(unknown("metric", cell.metric, METRICS)))
         if cell.figure in ATTACK_METRICS and (not cell.attack or suite_named(cell.attack)):
             problem = "the suite, which is many" if cell.attack else "no attack"
@@ -238,8 +244,13 @@ class Scaled:
 
 
 def undefended(cell: TableCell) -> TableCell:
-    """The cell with the test accuracy of the same audit without a defense."""
-    return TableCell(audit=cell.audit, metric="acc_test")
+    """The cell of the same audit without a defense: its test accuracy, or its update."""
+    return TableCell(audit=cell.audit, metric="cosine" if cell.figure in UPDATE_METRICS else "acc_test")
+
+
+def update_of(cell: TableCell) -> TableCell:
+    """The cell with the update that was attacked."""
+    return TableCell(audit=cell.audit, defense=cell.defense, metric="cosine")
 
 
 def chosen(tree: T, scale: Scale) -> T:
@@ -277,7 +288,34 @@ def load(name: str) -> Recipe:
     values = read_yaml(file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: a recipe is written as `key: value` lines.")
+    audits = values.get("audits")
+    if isinstance(audits, dict):
+        values = {**values, "audits": {key: _with_training(audit, f"{file}: {key}") for key, audit in audits.items()}}
     return _validated(Recipe, {"name": name if ours else file.stem, **values}, str(file))
+
+
+@cache
+def trainings() -> dict[str, Tree]:
+    """The trainings of the papers by name, at both scales."""
+    return _validated(dict[str, Tree], read_yaml(ROOT / "trainings.yaml"), "trainings.yaml")
+
+
+def _with_training(audit: object, where: str) -> object:
+    """The settings of an audit with the training that it names, or with those that it names for the two scales."""
+    if not isinstance(audit, dict):
+        return audit
+    utility = audit.get("utility")
+    if isinstance(utility, str):
+        return {**audit, "utility": _training(utility, where)}
+    if isinstance(utility, dict) and all(isinstance(utility.get(scale), str) for scale in SCALES):
+        return {**audit, "utility": {scale: _training(utility[scale], where)[scale] for scale in SCALES}}
+    return audit
+
+
+def _training(name: str, where: str) -> Tree:
+    if name not in trainings():
+        raise UserError(f"{where}: {unknown('training', name, trainings())}")
+    return trainings()[name]
 
 
 def _validated(kind: type[T], values: object, where: str) -> T:

@@ -1,5 +1,6 @@
 """A recipe run: its audits and measurements, and the result that the pages show."""
 
+import math
 import os
 import platform
 import time
@@ -121,9 +122,10 @@ def _result(scaled: Scaled, table: Measured, seconds: float, cases: list[Case]) 
     numbers = {position: value for position, value in values.items() if isinstance(value, Value)}
     rows: dict[str, dict[str, TableEntry]] = {row: {} for row in recipe.rows}
     for (row, column), value in values.items():
-        rate = scaled.cells[row, column].figure in ("asr", "identified")  # its spread says nothing
         if isinstance(value, Value):
-            rows[row][column] = round(value.mean, 4), 0.0 if rate else round(value.std, 4), value.n
+            # The spread of a rate says nothing, that of one training is not measured.
+            spread = math.isfinite(value.std) and scaled.cells[row, column].figure not in ("asr", "identified")
+            rows[row][column] = round(value.mean, 4), round(value.std, 4) if spread else 0.0, value.n
         else:
             rows[row][column] = value
     scatter = recipe.scatter

@@ -11,6 +11,7 @@ Many images fit nearly as well, so the likeliest by public images of the class i
 are N(0, 1). `prior=none` searches among all images, from grey, as the paper does, but by L-BFGS, not plain descent.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -38,6 +39,7 @@ class LodaStationarity(Attack):
         prior: likely images by public ones, or none (the paper).
         error: error of the slope, as a share of the slope for the class's mean image.
         steps: iterations of L-BFGS; the paper takes 100 of plain descent.
+        weight: the weight c that the attack takes, as a share of the defense's; the paper searches 0 to 1 and takes 0.05.
     Example: gradveil audit --defense loda --attack loda-stationarity:edges=mask
     """
 
@@ -45,6 +47,7 @@ class LodaStationarity(Attack):
     prior: Literal["public", "none"] = "public"
     error: float = Field(default=0.05, gt=0)
     steps: int = Field(default=600, ge=1)
+    weight: float = Field(default=1.0, ge=0)
 
     def cost(self, work: Workload) -> Cost:
         return Cost(fed_cost(work).iterations + self.steps)
@@ -63,6 +66,7 @@ class LodaStationarity(Attack):
         answer = one_image(sighting(target, 0))
         obscured = target.denormalize(answer.x).clamp(0, 1)
         memory = defense.equip(public, target.task.input_shape)
+        memory = replace(memory, c=self.weight * memory.c)
         hard = target.hard_labels
         classes = gaussians(public, target.task.num_outputs, DIRECTIONS)
         kinds = [classes[c] for c in hard.flatten().tolist()]

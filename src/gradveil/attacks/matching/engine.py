@@ -111,6 +111,8 @@ def _first_order(unknowns: ImagesOnly, optimizer: FirstOrder, z: Tensor) -> tupl
     loop = Loop(match.steps, at, step, target.rng, *([objective] if isinstance(objective, Snapshot) else []))
     for i in loop:
         at.used = i + 1
+        if match.resample:
+            problem.rows = problem.rows.redrawn(i)
         value, gradient = objective(at.z, None)
         better = value < at.best_value
         at.best = torch.where(better.view(-1, *(1 for _ in z.shape[1:])), at.z, at.best)

@@ -28,6 +28,7 @@ class Variant:
     signed: bool = True
     boxed: bool = True
     patience: int | None = None
+    resample: bool = False
 
 
 VARIANTS = {
@@ -36,13 +37,13 @@ VARIANTS = {
     "loda": Variant(5_000),
     "ats": Variant(4_800),
     "dcs2": Variant(10_000, signed=False, boxed=False),
-    "precode": Variant(7_000, tv=1e-6, lr=0.01, patience=1_200),
+    "precode": Variant(7_000, tv=1e-6, lr=0.01, patience=1_200, resample=True),
     "refiner": Variant(4_000, lr=0.01),
     "balunovic": Variant(2_000, tv=1e-5),
 }
 
 
-@attack("ig", targets="any", version=2)
+@attack("ig", targets="any", version=3)
 class InvertingGradients(MatchingAttack):
     """Cosine distance + total variation, signed Adam, boxed.
 
@@ -52,6 +53,7 @@ class InvertingGradients(MatchingAttack):
         tv, lr: weight of total variation, and learning rate of Adam.
         signed, boxed: step by the sign of the gradient, and keep pixels in [0, 1].
         restarts: starts per victim.
+        resample: draw the noise of a random model (PRECODE) anew at every step, as its paper's attacker does; else one draw.
     Example: gradveil audit --attack ig:paper=geiping,steps=2000
     """
 
@@ -62,6 +64,7 @@ class InvertingGradients(MatchingAttack):
     signed: bool | None = None
     boxed: bool | None = None
     restarts: int = Field(default=1, ge=1)
+    resample: bool | None = None
 
     def match(self, work: Workload) -> Match:
         variant = VARIANTS[self.paper]
@@ -79,4 +82,5 @@ class InvertingGradients(MatchingAttack):
             restarts=self.restarts,
             box=variant.boxed if self.boxed is None else self.boxed,
             patience=variant.patience,
+            resample=variant.resample if self.resample is None else self.resample,
         )

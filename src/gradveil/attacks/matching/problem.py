@@ -49,6 +49,7 @@ class Match:
     warmup: int = 0
     patience: int | None = None  # stop when no row has improved for so many steps
     learn_labels: bool = False  # DLG: soft labels are unknowns too
+    resample: bool = False  # draw a random model's noise anew at every step; line searches need it fixed
     coordinates: ImageMap | None = None  # in which steps are taken; None: pixels
 
 

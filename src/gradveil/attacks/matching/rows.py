@@ -28,6 +28,11 @@ class Rows:
         noise = {name: draw.repeat_interleave(restarts, 0) for name, draw in _noise(target).items()}
         return Rows(target, restarts, target.labels.repeat_interleave(restarts, 0), noise)
 
+    def redrawn(self, step: int) -> Rows:
+        """The same with another draw of a random model, except where the true one was granted."""
+        noise = {name: draw.repeat_interleave(self.restarts, 0) for name, draw in _noise(self.target, step).items()}
+        return replace(self, noise=noise)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -64,8 +69,8 @@ class Rows:
         return one.repeat(len(self) // self.restarts, *(1 for _ in shape))
 
 
-def _noise(target: Target) -> Tensors:
-    """The draw of a random model, victims first: the true one where it was granted, otherwise one fixed draw."""
-    drawn = target.model.draw_noise(target.shape[1], generator("noise"))
+def _noise(target: Target, step: int | None = None) -> Tensors:
+    """The draw of a random model, victims first: the true one where it was granted, otherwise one draw, or that of a step."""
+    drawn = target.model.draw_noise(target.shape[1], generator("noise") if step is None else generator("noise", step))
     secrets = [o.knowledge.secrets for o in target.observations]
     return {name: torch.stack([granted.get(name, draw) for granted in secrets]) for name, draw in drawn.items()}

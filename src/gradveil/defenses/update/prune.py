@@ -8,12 +8,13 @@ from torch import Tensor
 
 from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
-from gradveil.defenses import Defense, Step, defense
+from gradveil.defenses import Step, defense
+from gradveil.defenses.update.place import AtOnePlace, Place
 
 
 @defense("prune")
 @settings
-class Prune(Defense):
+class Prune(AtOnePlace):
     """Set the smallest entries to zero; at least one entry of every tensor stays.
 
     Zhu et al. 2019 (DLG) propose it against leakage; Lin et al. 2017 use it to save traffic. All published code prunes
@@ -22,6 +23,7 @@ class Prune(Defense):
     Args:
         ratio: share of entries that become zero. LODA Table 1: 0.9 and 0.99.
         scope: `tensor` ranks the entries of each tensor separately, `global` those of all tensors together.
+        at: `update` prunes once what is sent; `gradient` prunes the gradient of every local step, as the papers do.
 
     Example:
         >>> gv.protect(model, "prune:ratio=0.99", data=(x, y))
@@ -29,8 +31,9 @@ class Prune(Defense):
 
     ratio: float = Field(default=0.9, ge=0, lt=1)
     scope: Literal["tensor", "global"] = "tensor"
+    at: Place = "update"
 
-    def update(self, tensors: Tensors, step: Step) -> Tensors:
+    def act(self, tensors: Tensors, step: Step) -> Tensors:
         if self.scope == "global":
             cut = _cut(torch.cat([g.abs().flatten() for g in tensors.values()]), self.ratio)
             return {name: g.masked_fill(g.abs() < cut, 0) for name, g in tensors.items()}

@@ -34,15 +34,18 @@ class ATS(Defense):
     Gao et al. 2021. A policy is up to three functions of a library of fifty, written by their indices: `3-1-7`. Policies
     joined by `+` make a hybrid: every image draws one of them. `gradveil search` searches policies for a data set. The
     default is the policy published for CIFAR-100 on ResNet20. The authors crop and flip first, in training and under
-    attack, and so does this. They draw anew in every epoch; here the data stage runs once, as the paper allows.
+    attack, and so does this. The paper lets participants transform their images once, offline, which is the default; the
+    authors' code draws anew in every epoch (`every_step`).
 
     Secrets: `ats.policy`, `ats.signs`, `ats.crop` and `ats.flip`, the draws for each image (see `Draw`).
 
     Args:
-        policy: indices, `random` (the baseline of the paper), or the JSON file of a search.
+        policy: indices, `random` (the baseline of the paper), the JSON file of a search, or `none`: crop and flip alone, the
+            control that policies are compared with.
         seed: of the policy that `random` draws; the paper averages over ten of them.
         crop: pixels of padding before the random crop. The authors: 4.
-        flip: mirror half of the images.
+        flip: mirror half of the images. The authors do; digits become others by it.
+        every_step: draw anew at every step of training, instead of once.
 
     Example:
         >>> gv.protect(model, "ats:policy=21-13-3+7-4-15", data=(x, y))
@@ -52,19 +55,31 @@ class ATS(Defense):
     seed: int = Field(default=0, ge=0)
     crop: int = Field(default=4, ge=0)
     flip: bool = True
+    every_step: bool = False
 
     def __post_init__(self) -> None:
         self.policies()  # report a policy that cannot be read before any work
 
     def policies(self) -> tuple[Policy, ...]:
         """The policies of which every image draws one."""
+        if self.policy == "none":
+            return ((),)
         if self.policy == "random":
             return (random_policy(generator(self.seed, "ats-random")),)
         if self.policy.endswith(".json"):
             return parse_policies(read_policy(Path(self.policy)))
         return parse_policies(self.policy)
 
+    def changes(self, stage: str) -> bool:
+        return stage == ("batch" if self.every_step else "data")
+
     def data(self, batch: Batch, step: Step) -> Batch:
+        return batch if self.every_step else self._transformed(batch, step)
+
+    def batch(self, batch: Batch, step: Step) -> Batch:
+        return self._transformed(batch, step) if self.every_step else batch
+
+    def _transformed(self, batch: Batch, step: Step) -> Batch:
         draw = Draw.make(len(batch), self.policies(), self.crop, self.flip, step.rng)
         step.secrets.update(draw.secrets())
         return Batch(transform(batch.x, self.policies(), draw, self.crop), batch.y)

@@ -1,7 +1,8 @@
 """Feature extractors for LODA: frozen networks that anyone may have, as functions to the outputs of their layers.
 
 `trained` is a small convolutional network trained on public images. It is stored under a key of those images, so that
-clients and adversaries with the same images have the same extractor. `alexnet` and `vgg16` are the ImageNet networks of
+clients and adversaries with the same images have the same extractor. `resnet18` is the paper's network, trained on
+public images as its code does, in `resnet.py`. `alexnet` and `vgg16` are the ImageNet networks of
 LPIPS, read from `$GRADVEIL_DATA/lpips`.
 """
 
