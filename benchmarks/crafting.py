@@ -1,4 +1,4 @@
-"""What crafting images costs under DCS2, Refiner and LODA: published settings beside today's, in one run.
+"""What crafting images costs under DCS2, Refiner and LODA: two settings of each, in one run.
 
     python benchmarks/crafting.py run [--victims 16] [--only dcs2 refiner loda protection]
     python benchmarks/crafting.py write
@@ -169,8 +169,12 @@ def number(value: object) -> object:
 
 def page(parts: Parts) -> Iterable[str]:
     yield from ("# What crafting costs", "", "Written by `python benchmarks/crafting.py write`.", "", (__doc__ or "").strip())
-    costs = [(n, *map(number, (p["before"], p["after"])), GOALS[n]) for n, p in parts.items() if n in GOALS]
-    yield from table(("defense", "published settings, plain steps", "today, plain steps", "goal"), costs)
+    costs = [
+        (SETTINGS[n][0], f"{p['before']:.0f}", SETTINGS[n][1], f"{p['after']:.0f}", GOALS[n])
+        for n, p in parts.items()
+        if n in GOALS
+    ]
+    yield from table(("before", "plain steps", "after", "plain steps", "goal"), costs)
     for name in ("loda", "refined", "protection-dcs2", "protection-refiner"):
         if rows := parts.get(name, {}).get("rows"):
             yield from ("", f"## {name}")

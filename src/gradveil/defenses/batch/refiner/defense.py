@@ -32,15 +32,15 @@ class Refiner(Defense):
       the farther the gradient still is, so that no image is rewarded for being noise alone.
 
     The paper names neither optimiser nor step; here it is Adam on the gradient of each image divided by its size. The step
-    decides whether α matters: steps of 0.1 pixels cross the whole range of pixels and forget the start (noise ratio 0.13,
-    0.14, 0.15 at α 0.1, 0.5, 0.9; 16 images of CIFAR-10, LeNet). So by default the step is `lr`·α²: short where the start
-    is nearly the image. Secrets: `refiner.start`, the noise.
+    decides whether α matters: steps of 0.1 pixels cross the whole range of pixels and forget the start (noise ratio 0.15,
+    0.14, 0.14 at α 0.1, 0.5, 0.9; 16 images of CIFAR-10, LeNet). So by default the step is `lr`·α², short where the start
+    is nearly the image: 0.04, 0.13, 0.14. Secrets: `refiner.start`, the noise.
 
     Args:
         alpha: share of noise at the start. Tables II and III: 1.
         beta: weight of PM.
-        steps: of the optimisation. The paper: 100. On an untrained network half of them with `beta1=0.5,beta2=0.9` get as
-            near; on a trained one at α 1 they do not (benchmarks/crafting.py).
+        steps: of the optimisation. The paper: 100. Half of them with `beta1=0.5,beta2=0.9` look as noisy, and leave up to
+            twice the UM at α 0.9 (docs/results/crafting.md).
         tau: factor of the weight of each further layer.
         utility: `normalised` or `printed`, see above.
         lr: step of Adam in pixels, at α 1, falling to 0.
