@@ -32,7 +32,8 @@ from gradveil.report.comparison import (
 )
 from gradveil.report.intervals import interval
 from gradveil.report.pictures import attacked
-from gradveil.storage.run_folder import Environment, RunFolder
+from gradveil.storage.environment import Environment
+from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import DefenseRow, Summary
 
 SAMPLING = ("seed", "victims")  # terms that draw what is attacked: the images, and the untrained weights
