@@ -30,8 +30,8 @@ KIND_NAMES = {
     "line-up": "line-up",
 }  # in words
 CellKind = Literal[
-    "baseline", "train", "observe", "look", "line-up", "attack", "utility"
-]  # in the order in which they are done
+    "baseline", "train", "observe", "look", "attack", "line-up", "utility"
+]  # in the order in which they are done: where time ends early, the verdict comes before the second risk and the cost
 SHARES = (0.1, 0.25, 0.5)  # leaks for which an audit says how many victims it would need
 KINDS: tuple[CellKind, ...] = get_args(CellKind)
 SMALL = 50.0  # iterations that take as long as a cell without a search
