@@ -83,6 +83,13 @@ def test_a_promise_has_its_unit_adjacency_and_releases(run: Run) -> None:
     assert "Whoever has an image can tell that it took part: precode (4 of 4 came first of 200" in wrong["recognised"]
 
 
+def test_a_cost_for_which_there_was_no_time_is_told_in_hours(run: Run) -> None:
+    summary = Summary.read(run(verdict={"precode": "leaks"}))
+    unmeasured = [d.model_copy(update={"utility": None}) for d in summary.defenses]
+    left_out = summary.model_copy(update={"defenses": unmeasured, "cost_left_out": 3240.0})
+    assert answers.cost(left_out) == ("Not measured: that takes 54 minutes of one core, and there was no time.",)
+
+
 def test_the_names_stand_on_the_page_and_are_escaped(run: Run) -> None:
     folder = run()
     assert page_of(folder).text.count("not stated") == 4 and "Audited on 18 November 2026" in page_of(folder).text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradveil.certification.certificate import percent as rounded_percent
 from gradveil.certification.certificate import rounded_up
-from gradveil.core.text import listing, plural, shorten
+from gradveil.core.text import duration, listing, plural, shorten
 from gradveil.report import words
 from gradveil.report.about import About
 from gradveil.report.words import digits, percent
@@ -174,7 +174,7 @@ def cost(summary: Summary) -> tuple[str, ...]:
         more = len(measured) - MOST_NAMED
         return (*texts, f"{plural(more, 'more defense')} below.") if more > 0 else tuple(texts)
     if summary.cost_left_out:
-        return ("Not measured: there was no time for the trainings that measure it.",)
+        return (f"Not measured: that takes {duration(summary.cost_left_out)} of one core, and there was no time.",)
     return ("Not measured. With --utility an audit trains under each defense and compares accuracy and time.",)
 
 
