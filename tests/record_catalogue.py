@@ -44,7 +44,7 @@ from gradveil.cli.options import with_options  # noqa: E402
 from gradveil.core.options import types_of  # noqa: E402
 from gradveil.core.settings import Registry, default_of, fields_of  # noqa: E402
 from gradveil.data.catalogue import EMBEDDED, NAMED_SETS, NamedSet  # noqa: E402
-from gradveil.defenses import STAGES, Defense  # noqa: E402
+from gradveil.defenses import Defense  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "stored"
 REGISTRIES: dict[str, Registry] = {"attack": attacks.registry, "defense": defenses.registry, "model": models.MODELS}
@@ -87,7 +87,7 @@ def card(kind: str, cls: type) -> MethodCard:
 
 def facts_of(cls: type) -> Iterator[tuple[str, str]]:
     if issubclass(cls, Defense):
-        yield "stage", ", ".join(s for s in STAGES if getattr(cls, s) is not getattr(Defense, s)) or "none"
+        yield "stage", ", ".join(cls().stages) or "none"
         yield "countered by", ", ".join(accepted_counters(cls)) or "no attack of this project"
         if cls.counters:
             yield "claimed counters", ", ".join(cls.counters)

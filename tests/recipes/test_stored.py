@@ -26,11 +26,12 @@ def test_a_stored_result_is_of_the_recipe_as_it_is_now_or_is_called_out_of_date(
     stored, recipe = read(name), load(name)
     page, index = ((DATA.parent / file).read_text() for file in (f"{recipe.name.partition('/')[0]}.md", "index.md"))
     section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
-    lines = [line for line in index.splitlines() if line.startswith(f"| [{name}]")]
+    claims = [line for line in index.splitlines() if line.startswith(f"| [{name}]")]
+    (out_of_date,) = [line for line in index.splitlines() if line.startswith("Out of date: ")]
     if is_stale(recipe, stored):
-        assert OUT_OF_DATE in section and lines and all(line.endswith("| out of date |") for line in lines)
+        assert OUT_OF_DATE in section and f"[{name}](" in out_of_date and not claims
         return
-    assert OUT_OF_DATE not in section and not any("out of date" in line for line in lines)
+    assert OUT_OF_DATE not in section and f"[{name}](" not in out_of_date and len(claims) == len(stored.claims)
     assert list(stored.rows) == list(recipe.rows)
     assert all(list(row) == list(recipe.columns) for row in stored.rows.values())
     assert [c.claim for c in stored.claims] == [c.text for c in recipe.claims]

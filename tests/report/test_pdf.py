@@ -28,7 +28,7 @@ def test_the_first_printed_page_answers_every_question(run: Run, tmp_path: Path)
         pytest.skip("needs pdftotext (Debian: apt install poppler-utils)")
     file = tmp_path / "report.pdf"
     assert pdf.write_pdf(write_report(run()), file) is None
-    done = subprocess.run(["pdftotext", "-l", "1", "-layout", str(file), "-"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["pdftotext", "-l", "1", str(file), "-"], capture_output=True, text=True, check=True)
     text = " ".join(done.stdout.split())
     for question in (
         "leaks as pictures?",
