@@ -39,12 +39,13 @@ from gradveil.report import answers, print_summary, words, write_report
 from gradveil.report.audit_report import Report
 from gradveil.report.pipeline import github_annotations
 from gradveil.storage.run_folder import StoredCell
-from gradveil.summary import CaseFacts, DefenseRow, LeakTest, Summary, UtilityRow, VictimsNeeded, Worst
+from gradveil.summary import CaseFacts, DefenseRow, DirectLook, LeakTest, Summary, UtilityRow, VictimsNeeded, Worst
 
 LEVEL, CLASSES = 0.05, 4
 AUDITED = ("prune:ratio=0.9", "prune:ratio=0.99", "gaussian:std=0.1", "gaussian:std=1.0", "clip", "mixup", "clip+gaussian")
 TRIED = ("linear", "ig", "prune-mask", "noise-likelihood", "clip-aware")
 LIMITS = (certify("dpsgd:noise=4", rounds=1), certify("dpsgd:noise=0.01", rounds=1))
+LOOKS = tuple(DirectLook(p=p, seen=seen, tensor="fc.weight", reading="values") for p, seen in ((0.04, 1), (0.04, 0), (0.5, 1)))
 
 
 class Mine(Defense):
@@ -171,6 +172,7 @@ def _rows_of(
         ),
         attacks=tuple(r for cell in cells for r in _rows(case, counters, Cell(cell.key, "attack", text, cell.attack), cell)),
         worst=Worst(identified=rate, scored=images, attacks=1, by_victim=()) if ran and test else None,
+        look=draw(st.sampled_from([None, *LOOKS])) if test else None,
     )  # fmt: skip
     return row.model_copy(update={"warnings": defense_notices(case, method, observed, cells, row)})
 
@@ -303,6 +305,10 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         codes = {notice.code for notice in defense.warnings}
         assert ("few-victims" in codes) == ("few-victims" in defense.doubts)
         assert ("no-attack-ran" in codes) == (defense.test is None)
+        seen = defense.look is not None and defense.look.p <= 0.05 and defense.look.seen > 0
+        assert ("seen-directly" in codes) == (
+            seen and defense.verdict == "leaks"
+        )  # of another verdict it would say the contrary
 
     # the recommendation
     assert (best is None) == (advice.defense is None)

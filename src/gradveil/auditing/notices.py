@@ -102,7 +102,7 @@ def defense_notices(
         )
     if row.verdict == LEAKS and not (test is not None and test.leaks):
         texts["only-rescaled"] = "its updates are the undefended ones up to their size, so the verdict without a defense holds"
-    if look is not None and look.p <= LEVEL and look.seen:
+    if row.verdict == LEAKS and look is not None and look.p <= LEVEL and look.seen:
         images = plural(look.seen, "private image")
         texts["seen-directly"] = (
             f"{images} can be seen in what is sent without an attack, most often in '{look.tensor}' ({look.reading})"
