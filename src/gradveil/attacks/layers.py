@@ -103,5 +103,9 @@ def classifier_gradients(observation: Observation) -> tuple[Tensor | None, Tenso
 def is_smooth(module: nn.Module) -> bool:
     """Whether all the activations that the model shows are smooth ones."""
     parts = list(module.modules())
+    called = [m.activation for m in parts if isinstance(m, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))]
     kinked = any(isinstance(m, (nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveMaxPool2d)) for m in parts)
-    return not kinked and any(isinstance(m, (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)) for m in parts)
+    if kinked or nn.functional.relu in called:
+        return False
+    smooth = (nn.Sigmoid, nn.Tanh, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU)
+    return nn.functional.gelu in called or any(isinstance(m, smooth) for m in parts)
