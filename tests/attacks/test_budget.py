@@ -29,6 +29,14 @@ def test_a_small_network_gets_all_steps_and_a_large_one_those_that_fit() -> None
     assert large.steps(10) == 10 and work(2**21, images=1024).steps(1_000) == 20
 
 
+def test_signed_steps_by_differences_are_cheaper_where_they_are_taken() -> None:
+    large, delta = work(2**21), work(2**21, lr=0.1)
+    assert large.allows_differences and large.signed_evaluations > 3 * large.evaluations
+    assert large.steps(10_000, signed=True) == large.signed_evaluations
+    assert not delta.allows_differences and delta.signed_evaluations == delta.evaluations  # weights are sent
+    assert not work(16).allows_differences
+
+
 def test_images_epochs_and_mini_batches_are_counted() -> None:
     width = 2**14
     one, eight = work(width).evaluations, work(width, images=8).evaluations
@@ -41,7 +49,7 @@ def test_images_epochs_and_mini_batches_are_counted() -> None:
 def test_on_a_large_network_swift_spends_its_seconds_on_one_search() -> None:
     swift, small, large = Swift(), work(16), work(2**21)
     assert swift.cost(small).rows == len(DISTANCES)
-    assert swift.cost(large) == (large.evaluations, 1, 0)
+    assert swift.cost(large) == (large.steps(swift.adam_steps, signed=True), 1, 0)
     assert Swift(adam_steps=0).cost(large).rows == len(DISTANCES)
 
 

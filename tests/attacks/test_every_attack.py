@@ -344,7 +344,7 @@ def test_it_says_what_it_will_cost(
 ) -> None:
     """Searches are shortened by the settings that both the search and the attack's word about it go by."""
     monkeypatch.setattr(extractors, "STEPS", 3)
-    monkeypatch.setattr(Workload, "steps", lambda _, steps, least=200: min(steps, 20))
+    monkeypatch.setattr(Workload, "steps", lambda _, steps, least=200, signed=False: min(steps, 20))
     for module, ladder in LADDERS:
         monkeypatch.setattr(module, ladder, tuple((weight, 10) for weight, _ in getattr(module, ladder)))
     monkeypatch.setattr(fed_images, "POLISH", (1e-7, 10))

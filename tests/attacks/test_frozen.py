@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.attacks import budget
 from gradveil.attacks.base import Target
 from gradveil.attacks.matching import frozen
 from gradveil.attacks.matching.distances import L2, LEAST, Cosine, Distance, RelativeL2
@@ -121,7 +122,7 @@ def test_disagreement_falls_back_to_the_exact_route(monkeypatch: pytest.MonkeyPa
 def test_only_signed_steps_on_large_nets_that_send_a_gradient_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(target("convnet:width=4"), Match(Cosine(), ()))
     assert frozen.objective(problem, signed=True) is problem
-    monkeypatch.setattr(frozen, "LARGE", 0)
+    monkeypatch.setattr(budget, "LARGE", 0)
     assert isinstance(frozen.objective(problem, signed=True), frozen.Frozen)
     assert frozen.objective(problem, signed=False) is problem
     object.__setattr__(problem.target.first.knowledge, "training", LocalTraining(lr=0.1))
@@ -132,7 +133,7 @@ def test_an_attack_gets_as_far_by_either_route(monkeypatch: pytest.MonkeyPatch) 
     match = Match(RelativeL2(), (), optimizer=Adam(0.1, signed=True), steps=20, box=True)
     ends = []
     for limit in (0.0, 1e18):
-        monkeypatch.setattr(frozen, "LARGE", limit)
+        monkeypatch.setattr(budget, "LARGE", limit)
         one = target("resnet20:width=4")
         x = torch.randn(one.shape, generator=torch.Generator().manual_seed(3))
         ends.append((Problem(one, match)(x)[0], solve(Problem(one, match), start=x).value))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.attacks import budget
 from gradveil.attacks.matching import frozen
 from gradveil.auditing.case import Case
 from gradveil.auditing.cells import run_cell
@@ -87,7 +88,7 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(attack: str, tmp_path:
 
 
 def test_the_route_of_large_nets_goes_on_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "LARGE", 0.0)
+    monkeypatch.setattr(budget, "LARGE", 0.0)
     monkeypatch.setattr(frozen, "CHECK_EVERY", 7)
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
     case, never = small("ig:steps=60,signed=true"), Halt(-1)

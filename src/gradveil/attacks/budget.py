@@ -23,6 +23,9 @@ SECONDS = {"quick": 60.0, "standard": 240.0, "thorough": 2400.0}  # nominal, of 
 # Nominal seconds of one evaluation of an update with its derivative: per mini-batch, per multiply-add of a forward pass, and
 # per number that a layer gives out. Between .6 and 1.5 of the time that ten networks took on one core of a current CPU.
 _PER_PASS, _PER_MULTIPLY_ADD, _PER_OUTPUT = 5e-3, 1 / 1.5e9, 5e-8
+# The last two of a signed step by differences (`matching/frozen.py`): between .7 and 1.4 of the time that four networks took.
+_SIGNED_MULTIPLY_ADD, _SIGNED_OUTPUT = 1 / 9e9, 1e-8
+LARGE = 2e7  # multiply-adds of a forward pass from which differences, one victim at a time, are as fast as all victims at once
 
 
 class Cost(NamedTuple):
@@ -43,15 +46,34 @@ class Workload:
     training: LocalTraining = field(default_factory=LocalTraining)
     public_images: int = 0
 
-    def steps(self, steps: int, *, least: int = 20) -> int:
+    def steps(self, steps: int, *, least: int = 20, signed: bool = False) -> int:
         """`steps` scaled by the budget, and no more than its CPU seconds allow."""
-        return max(min(least, steps), min(int(steps * _FACTOR[self.budget]), self.evaluations))
+        allowed = self.signed_evaluations if signed else self.evaluations
+        return max(min(least, steps), min(int(steps * _FACTOR[self.budget]), allowed))
 
     @property
     def evaluations(self) -> int:
         """How often the budget allows to compute an update and its derivative for one victim."""
+        return self._evaluations(_PER_MULTIPLY_ADD, _PER_OUTPUT)
+
+    @property
+    def signed_evaluations(self) -> int:
+        """The same where only the signs of the derivative count."""
+        return self._evaluations(_SIGNED_MULTIPLY_ADD, _SIGNED_OUTPUT) if self.allows_differences else self.evaluations
+
+    @property
+    def allows_differences(self) -> bool:
+        """Whether signed steps are taken by differences: on large nets that send a gradient."""
+        model, dropout = self.task.model, nn.modules.dropout._DropoutNd
+        if self.training.kind != "gradient":
+            return False
+        if model.mode == "train" and any(isinstance(m, dropout) for m in model.module.modules()):
+            return False  # the second pass would draw again
+        return forward_cost(model.module, self.task.input_shape) >= LARGE
+
+    def _evaluations(self, per_multiply_add: float, per_output: float) -> int:
         module, shape = self.task.model.module, self.task.input_shape
-        image = forward_cost(module, shape) * _PER_MULTIPLY_ADD + activations(module, shape) * _PER_OUTPUT
+        image = forward_cost(module, shape) * per_multiply_add + activations(module, shape) * per_output
         passes, epochs = self.training.number_of_mini_batches(self.batch_size), self.training.epochs
         return int(SECONDS[self.budget] / (passes * _PER_PASS + epochs * self.batch_size * image))
 

@@ -7,7 +7,7 @@ from gradveil.defenses.update.clip import Clip
 from gradveil.defenses.update.flower_local import FlowerLocal
 
 
-@attack("clip-aware", against=(Clip, FlowerLocal), targets="any", version=8)
+@attack("clip-aware", against=(Clip, FlowerLocal), targets="any", version=9)
 class ClipAware(BatchCounter):
     """Closed forms, the inversion of features and `swift`, which no change of an update's size stops.
 

@@ -37,7 +37,7 @@ CERTAIN = 10.0  # nats by which two pixels are tied
 ROUNDED = 0.02  # how far outside [0, 1] an inexact encoding may put a pixel
 
 
-@attack("instahide-decode", against=(InstaHide,), version=3)
+@attack("instahide-decode", against=(InstaHide,), version=4)
 class InstahideDecode(Attack):
     """Rebuild the encodings, then solve for signs and images in turn.
 

@@ -30,7 +30,7 @@ OUTSIDE = 50.0  # weight of pixels outside [0, 1], for a soft box
 EDGE = 1.5 / 255  # how near to 0 or 1 a pixel is on the edge; obscured images are stored in 8 bits
 
 
-@attack("loda-stationarity", needs={"public"}, against=(Loda,), version=3)
+@attack("loda-stationarity", needs={"public"}, against=(Loda,), version=4)
 class LodaStationarity(Attack):
     """Rebuild the obscured image, then search the image it obscures.
 

@@ -58,7 +58,7 @@ def cannot_decode(observation: Observation, defense: type[MixUp] | type[InstaHid
     return None
 
 
-@attack("mixup-decode", against=(MixUp,), version=3)
+@attack("mixup-decode", against=(MixUp,), version=4)
 class MixupDecode(Attack):
     """Rebuild the encodings, then solve for the images in them.
 

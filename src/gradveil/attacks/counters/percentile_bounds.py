@@ -17,7 +17,7 @@ from gradveil.core.types import Tensors
 from gradveil.defenses.update.percentile import Percentile
 
 
-@attack("percentile-bounds", against=(Percentile,), targets="any", version=3)
+@attack("percentile-bounds", against=(Percentile,), targets="any", version=4)
 class PercentileBounds(PruneMask):
     """Match exact entries, and hold the others to their bound; in batches, complete the first fully connected layer.
 

@@ -45,7 +45,7 @@ def _no_bottleneck(observation: Observation) -> str | None:
     return None if bottleneck_path(observation) is not None else "the model has no variational bottleneck"
 
 
-@attack("precode-signal", against=(Precode,), version=5)
+@attack("precode-signal", against=(Precode,), version=6)
 class PrecodeSignal(SwiftCounter):
     """Exact features and exact signal at the encoder, then the layers before it.
 

@@ -22,7 +22,7 @@ _WEIGHT, _FADE = 0.1, 0.85  # of that assumption, at first, and its factor per i
 _FITTED = 1e-7  # share of the sent entries that is left when they are met as exactly as single precision has them
 
 
-@attack("prune-mask", against=(Prune,), targets="any", version=5)
+@attack("prune-mask", against=(Prune,), targets="any", version=6)
 class PruneMask(BatchCounter):
     """Match only what was sent; in batches, complete the gradient of the first fully connected layer and read it apart.
 

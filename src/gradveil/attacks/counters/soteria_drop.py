@@ -13,7 +13,7 @@ from gradveil.core.observation import Observation
 from gradveil.defenses.gradient.soteria import Soteria
 
 
-@attack("soteria-drop", against=(Soteria,), targets="any", version=5)
+@attack("soteria-drop", against=(Soteria,), targets="any", version=6)
 class SoteriaDrop(BatchCounter):
     """Match all but the tensors with zeroed columns; in batches, read the first fully connected layer apart.
 

@@ -16,7 +16,7 @@ from gradveil.core.observation import Observation, Sighting
 from gradveil.core.types import Update, hard_labels
 
 
-@attack("repeats", version=3)
+@attack("repeats", version=4)
 class Repeats(SwiftCounter):
     """Average several sightings of the same data on the same state, then match.
 

@@ -38,7 +38,7 @@ BLIND = 256  # images of noise in their place
 BEYOND = 10.0  # standard deviations from the last of these to a cut that no image passes
 
 
-@attack("fishing", version=2)
+@attack("fishing", version=3)
 class Fishing(Attack):
     """A classifier that one image of a batch passes; its features by division, its pixels by inversion.
 

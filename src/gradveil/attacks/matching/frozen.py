@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.budget import forward_cost
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.problem import Problem
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.loops import Snapshot, State
 from gradveil.core.types import Tensors
 
-LARGE = 2e7  # multiply-adds of a forward pass from which one victim at a time is as fast as all at once
 EPSILONS = (1e-3, 1e-4, 1e-2)  # lengths of the step in weight space, tried in this order
 AGREEMENT = 0.99  # share of signs that must be those of the exact route
 CHECK_EVERY = 500
@@ -144,13 +142,8 @@ class Frozen(Snapshot):
 
 
 def objective(problem: Problem, *, signed: bool) -> Problem | Frozen:
-    """The route for first-order steps: frozen for signed ones on large nets that send a gradient, else the problem."""
-    target, module = problem.target, problem.target.model.module
-    if not signed or target.training.kind != "gradient":
-        return problem
-    if target.model.mode == "train" and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in module.modules()):
-        return problem  # the second pass would draw again
-    return Frozen(problem) if forward_cost(module, target.task.input_shape) >= LARGE else problem
+    """The route for first-order steps: by differences for signed ones where the work allows it, else the problem."""
+    return Frozen(problem) if signed and problem.target.workload.allows_differences else problem
 
 
 def _replayed(module: nn.Module) -> nn.Module:

@@ -43,7 +43,7 @@ VARIANTS = {
 }
 
 
-@attack("ig", targets="any", version=3)
+@attack("ig", targets="any", version=4)
 class InvertingGradients(MatchingAttack):
     """Cosine distance + total variation, signed Adam, boxed.
 
@@ -71,7 +71,7 @@ class InvertingGradients(MatchingAttack):
         if self.paper == "gradveil":
             # Signs help against kinks (ReLU, max-pool). On smooth nets they cost 12 dB: 37 against 49 on LeNet, 24 digits.
             kinked = not is_smooth(work.task.model.module)
-            steps = self.steps or work.steps(variant.steps)
+            steps = self.steps or work.steps(variant.steps, signed=kinked)
             variant = replace(variant, steps=steps, signed=kinked, boxed=kinked)
         signed = variant.signed if self.signed is None else self.signed
         return Match(

@@ -49,13 +49,14 @@ LADDER = ((1e-3, 100), (1e-4, 60))  # TV weight, L-BFGS iterations
 FINISH = ((1e-5, 40), (1e-7, 150))  # common distance: before and after the choice
 CLOSE = 0.1  # residual below which going on from here beats a new start
 FAR = 0.3  # residual above which kinks or noise prevent a fit, and new starts do not help
+NEARING = 0.6  # the same on a smooth net, of a search that was cut short after a few steps
 SAME = 0.01  # relative change of the residual within which a victim has ended where it was before
 LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
 MOMENTS = 10.0  # weight of the moments of the batch, where clients send BatchNorm's statistics
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
-@attack("swift", targets="any", version=6)
+@attack("swift", targets="any", version=7)
 class Swift(Attack):
     """A portfolio of distances under batched L-BFGS, narrowed by the adversary's own residual.
 
@@ -113,8 +114,8 @@ class Swift(Attack):
     def _expected(self, target: Target, insight: Insight, best: Answer) -> Answer:
         """The stages that most victims take. A search that is cut short never converges, so its residual only tells which
         victims come close: some then take cycles, others new starts, and the time of all new starts stands for both."""
-        rows = _above(best, self.exact)
-        far, near = ([i for i in rows if (best.score[i] >= FAR) == wanted] for wanted in (True, False))
+        rows, limit = _above(best, self.exact), NEARING if is_smooth(target.model.module) else FAR
+        far, near = ([i for i in rows if (best.score[i] >= limit) == wanted] for wanted in (True, False))
         for _ in range(self.restarts if near else 0):
             _merge(best, near, _portfolio(target.subset(near), insight.subset(near), 0.1))
         if far and self.adam_steps:
@@ -147,7 +148,7 @@ class Swift(Attack):
         return not self.adam_steps or len(DISTANCES) * _portfolio_evaluations(work) <= work.evaluations
 
     def _adam_steps(self, work: Workload) -> int:
-        return work.steps(self.adam_steps) if self.adam_steps else 0
+        return work.steps(self.adam_steps, signed=True) if self.adam_steps else 0
 
 
 class SwiftCounter(Attack):

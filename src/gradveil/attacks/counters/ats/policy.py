@@ -29,7 +29,7 @@ from gradveil.defenses.data.ats.defense import ATS, Draw, transform
 BLOCK = 2048  # draws that are judged together
 
 
-@attack("ats-early", against=(ATS,), version=3)
+@attack("ats-early", against=(ATS,), version=4)
 class AtsEarly(MatchingAttack):
     """Inverting Gradients with a weak prior, as in the first rounds.
 
@@ -43,10 +43,10 @@ class AtsEarly(MatchingAttack):
         return None if observation.knowledge.part(ATS) else "the defense is not ats"
 
     def match(self, work: Workload) -> Match:
-        return Match(Cosine(), (TV(1e-5),), Adam(0.1, signed=True), self.steps or work.steps(2_000), box=True)
+        return Match(Cosine(), (TV(1e-5),), Adam(0.1, signed=True), self.steps or work.steps(2_000, signed=True), box=True)
 
 
-@attack("ats-policy", needs={"public"}, against=(ATS,), version=3)
+@attack("ats-policy", needs={"public"}, against=(ATS,), version=4)
 class AtsPolicy(Attack):
     """Rebuild what was fed, undo every draw of the policy, keep the likeliest.
 
