@@ -84,7 +84,7 @@ def run_one(name: str, seed: int) -> dict[str, Any]:
         run = run_audit(case, Execution(out=Path(folder) / "ours", workers=0))
         cells = [RunFolder(run.folder).outcome(cell.key) for cell in make_plan(case) if cell.kind == "attack"]
         ours = run.summary.defenses[0]
-        seconds = sum(cell.seconds or 0.0 for cell in cells)
+        seconds = sum(cell.cpu_seconds or 0.0 for cell in cells)
         peer = Peer(seconds=seconds / case.spec.victims, model=str(case.spec.model))
         other = Case(make_spec({**values, "attacks": [peer]}))
         theirs = run_audit(other, Execution(out=Path(folder) / "peer", workers=0)).summary.defenses[0]
@@ -102,7 +102,7 @@ def run_one(name: str, seed: int) -> dict[str, Any]:
         "command": case.spec.command(),
         "ours": facts(ours, seconds),
         "peer": facts(theirs, SPENT[-1]),
-        "attacks": {cell.attack: [cell.status, cell.seconds] for cell in cells},
+        "attacks": {cell.attack: [cell.status, cell.cpu_seconds] for cell in cells},
     }
 
 
