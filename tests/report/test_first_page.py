@@ -14,6 +14,7 @@ from gradveil.core.results import Rate
 from gradveil.protection.promise import certify
 from gradveil.report import answers, words
 from gradveil.report.about import About
+from gradveil.report.clauses import CLAUSES, DOCUMENTS
 from gradveil.report.glossary import TERMS, marked
 from gradveil.summary import Summary
 
@@ -46,8 +47,9 @@ def test_each_question_of_an_officer_is_answered(run: Run, verdict: dict[str, st
     for question, keys in OFFICER.items():
         for key in keys:
             assert len(told[key].partition("?")[2]) > 12, f"{question}: {told[key]}"
-    assert "EDPB Opinion 28/2024" in told["rules"] and "clauses 6.2, 7.3.2, 8.2.2, 8.2.3 and 8.3.4" in told["rules"]
-    assert "NIST SP 800-226" in told["rules"] and "no statement of conformity" in told["rules"]
+    assert "EDPB Opinion 28/2024" in told["rules"] and "NIST SP 800-226" in told["rules"]
+    assert "ISO/IEC 27559:2022 (6.2, 7.3.2, 8.2.2, 8.2.3, 8.3.4)" in told["rules"]
+    assert "our reading of public texts, no legal advice and no statement of conformity" in told["rules"]
     assert re.search(r"\b[0-9a-f]{64}\b", told["evidence"]) and "gradveil report RUN --verify" in told["evidence"]
 
 
@@ -60,7 +62,7 @@ def test_the_answers_tell_what_the_numbers_say(run: Run) -> None:
     assert "Use precode" in told["next"] and "gradveil export RUN" in told["next"]
     assert "precode: It costs 8.6% of the accuracy" in told["cost"]
     assert "the attacks work here. Without a defense 16 of 16 images" in told["sure"]
-    assert "Without a defense: 100% picked out on average" in told["worst"] and "worst placed (victim" in told["worst"]
+    assert "Without a defense: on average 100% picked out" in told["worst"] and "worst placed (victim" in told["worst"]
     assert "suite standard-v2 (gradveil 0.2.0)" in told["again"]
 
 
@@ -99,6 +101,50 @@ def test_the_names_stand_on_the_page_and_are_escaped(run: Run) -> None:
     assert "Organisation <b>City</b> System Screening Version 2.1 Auditor A. Lee" in page.text
 
 
+def test_each_clause_names_the_part_of_the_file_that_speaks_to_it(run: Run) -> None:
+    page = page_of(run())
+    section = page.source.partition('id="clauses"')[2].partition("</section>")[0]
+    assert "our reading" in section and "no legal advice" in section and "does not say that a clause is met" in section
+    rows = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section, re.DOTALL)
+    assert [name for name, _ in rows] == [clause.name for clause in CLAUSES]
+    for name, answer in rows:
+        places = re.findall(r'<a href="#([a-z]+)">[^<]+</a>', answer)
+        assert places and all(re.search(rf'id="{place}"', page.source) for place in places), name
+        assert len(Page(answer.partition("See:")[0]).text) > 40, name
+    assert list(DOCUMENTS) == ["ISO/IEC 27559:2022", "EDPB Opinion 28/2024", "NIST SP 800-226"]
+    assert [clause.clause for clause in DOCUMENTS["ISO/IEC 27559:2022"]] == ["6.2", "7.3.2", "8.2.2", "8.2.3", "8.3.4"]
+
+
+def test_worst_cases_stand_on_the_first_screen_only_where_pictures_are_shown(run: Run) -> None:
+    folder = run()
+    for mode, pairs in (("shown", 3), ("blurred", 0), ("none", 0)):
+        screen = page_of(folder, mode).source.partition('id="decision"')[2].partition("</section>")[0]
+        assert screen.count('aria-label="The same image as rebuilt by') == pairs, mode
+
+
+def test_attacks_that_were_chosen_are_named_in_place_of_a_suite(run: Run) -> None:
+    told = answer_texts(page_of(edit(run(), lambda s: s.update(suite="custom"))))
+    assert "3 attacks (chosen for this audit: " in told["tested"] and "custom" not in told["tested"] + told["again"]
+    assert "stronger attacks than those that were chosen (gradveil 0.2.0)" in told["again"]
+
+
+def test_the_first_line_tells_of_a_line_up_that_succeeds_where_no_leak_is_shown(run: Run) -> None:
+    identified = Rate(rate=1.0, low=0.9, high=1.0, chance=0.005).model_dump()
+
+    def change(summary: dict[str, Any]) -> None:
+        for row in summary["defenses"]:
+            row["line_up"] = {"m": 200, "identified": identified, "ranks": [1] * 4, "certificate": None}
+
+    assert "no leak. Whoever has an image can tell that it took part under precode. " in page_of(edit(run(), change)).text
+
+
+def test_no_more_than_all_accuracy_is_said_to_be_lost(run: Run) -> None:
+    measured = Summary.read(run()).defenses[2]
+    assert measured.utility is not None
+    wide = measured.model_copy(update={"utility": measured.utility.model_copy(update={"low": -30.0, "high": 190.8})})
+    assert words.loss_interval(wide) == "−30.0% to 100.0%"
+
+
 def test_a_large_audit_is_told_in_few_words(run: Run) -> None:
     leak = {"none": 1.0} | {f"prune:ratio=0.{i:02d},scope=global+{'x' * 60}": 0.3 * (i % 3) for i in range(40)}
     summary = Summary.read(run(leak=leak, victims=2))
@@ -135,5 +181,5 @@ def test_warnings_link_to_their_explanation_from_the_first_screen(run: Run) -> N
         summary["warnings"] = [{"code": "weak-attacks", "text": "dlg does not show the leak"}]
 
     page = page_of(edit(run(), change))
-    assert "1 warning qualifies this." in page.text and page.of("a", href="#caveats")
+    assert "Warning: dlg does not show the leak" in page.text and page.of("a", href="#caveats")
     assert page.of("a", href=f"{words.GUIDE}#weak-attacks")

@@ -203,8 +203,10 @@ def counted(overall: str, specs: Sequence[str]) -> dict[str, int]:
     }
     if len(specs) == 1:
         return {v: 1 for v, phrase in phrases.items() if re.fullmatch(rf"The audited defense \S+ {phrase}\.", overall)}
-    numbers = {v: re.search(rf"(\d+) (?:audited defenses )?{phrase}\b", overall) for v, phrase in phrases.items()}
-    return {v: int(match[1]) for v, match in numbers.items() if match}
+    if match := re.fullmatch(r"None of the (\d+) audited defenses can be judged by this audit\.", overall):
+        return {"cannot tell": int(match[1])}
+    numbers = {v: re.search(rf"(\d+|Both) (?:audited defenses )?{phrase}\b", overall) for v, phrase in phrases.items()}
+    return {v: 2 if match[1] == "Both" else int(match[1]) for v, match in numbers.items() if match}
 
 
 @settings(max_examples=200, deadline=None)
@@ -267,7 +269,7 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
         "leaks": "Private images leak under ",
         "no leak shown": "No leak was shown under ",
         "unrefuted": "Unrefuted: ",
-        "cannot tell": "This audit cannot tell for ",
+        "cannot tell": "This audit cannot tell whether images leak under ",
     }
     lines = next(answer.texts for answer in groups[0] if answer.key == "pictures")
     for verdict, beginning in beginnings.items():
@@ -278,7 +280,7 @@ def test_no_sentence_contradicts_the_numbers_or_another_sentence(summary: Summar
             assert named == specs[: answers.MOST_NAMED]
             assert (f" and {len(specs) - answers.MOST_NAMED} more" in text) == (len(specs) > answers.MOST_NAMED)
     assert ("Without a defense updates leak" in told["pictures"]) == (control.verdict == "leaks")
-    assert ("Without a defense this audit cannot tell" in told["pictures"]) == (control.verdict == "cannot tell")
+    assert ("cannot tell whether images leak without a defense" in told["pictures"]) == (control.verdict == "cannot tell")
     assert ("the attacks work here" in told["sure"]) == (control.verdict == "leaks" and control.test is not None)
     assert ("with a probability of" in told["sure"]) == ("the attacks work here" in told["sure"])
     risks = [d.line_up for d in summary.defenses if d.line_up]

@@ -88,7 +88,7 @@ def test_columns_follow_what_was_measured(parsed: Callable[[dict[str, Any]], Sum
 def test_all_leaking_is_said_once(summary: dict[str, Any]) -> None:
     for defense in summary["defenses"]:
         defense["verdict"] = "leaks"
-    assert shown(summary).count("All 2 audited defenses leak") == 1
+    assert shown(summary).count("Both audited defenses leak") == 1
 
 
 def test_what_was_not_measured_is_printed_too(summary: dict[str, Any]) -> None:

@@ -222,7 +222,9 @@ def test_numbers_that_are_missing_negative_or_tiny() -> None:
 def test_overall_counts_every_verdict_but_the_control() -> None:
     many = view(CONTROL, defense("a", "leaks"), defense("b", "unrefuted"), defense("c", "no leak shown"))
     assert words.overall(many) == "Of 3 audited defenses, 1 leaks, 1 showed no leak and 1 is unrefuted."
-    assert words.overall(view(CONTROL, defense("a", "leaks"), defense("b", "leaks"))) == "All 2 audited defenses leak."
+    assert words.overall(view(CONTROL, defense("a", "leaks"), defense("b", "leaks"))) == "Both audited defenses leak."
+    unclear = [defense(name, "cannot tell") for name in "abc"]
+    assert words.overall(view(CONTROL, *unclear)) == "None of the 3 audited defenses can be judged by this audit."
     assert words.overall(view(CONTROL, defense("a", "leaks"))) == "The audited defense a leaks."
 
 

@@ -19,30 +19,19 @@ from gradveil.summary import CANNOT_TELL, LEAKS, NO_LEAK, UNREFUTED, DefenseRow,
 MOST_NAMED = 3  # defenses in one sentence
 MOST_UNTESTED = 7  # items of what was not tested
 MOST_PLACED = 3  # defenses of which the worst-placed image is told
+MOST_PICTURED = 4  # defenses of which the worst case is shown as pictures
 LONGEST_NAME, LONGEST_TEXT = 44, 360  # characters
 # The type of the printed sheet, in points: as large as fits. Its height grows with the square of the type's size.
-LARGEST_TYPE, SMALLEST_TYPE, SHEET = 8.6, 5.6, 200_000  # points, points, characters times points squared
+LARGEST_TYPE, SMALLEST_TYPE, SHEET = 8.6, 5.6, 215_000  # points, points, characters times points squared
 HEAD = 4  # characters of an answer for which there would be room in place of one in the head, whose type is large
+PICTURED = 16_000  # of SHEET, where there are pictures
 
+CHOSEN = "custom"  # in place of a suite's name, where the attacks were named one by one
 # What the levels of knowledge mean for the adversary.
 LEVELS = {
     "realistic": "It must infer the labels, and none of the defense's secrets is granted.",
     "paper": "It is told the labels, as papers grant it; none of the defense's secrets is granted.",
     "upper-bound": "It is told the labels and every secret of the defense.",
-}
-
-SOURCES = ("EDPB Opinion 28/2024", "ISO 27559, clauses 6.2, 7.3.2, 8.2.2, 8.2.3 and 8.3.4", "NIST SP 800-226")
-# What these ask a file to hold, and the answer that holds it.
-CROSS_WALK = {
-    "date, and who audited what": "who",
-    "hash of model and data": "evidence",
-    "adversary in words": "adversary",
-    "positive control": "sure",
-    "worst-placed person beside the average": "worst",
-    "bound with its unit and adjacency": "promised",
-    "what was not tested": "untested",
-    "residual risk": "residual",
-    "what triggers a new audit": "again",
 }
 
 
@@ -83,17 +72,35 @@ def file_answers(summary: Summary) -> list[AnsweredQuestion]:
 # -- the first screen --------------------------------------------------------------------------------------------------
 
 
+def lead(summary: Summary) -> str:
+    """All verdicts in one line, and the other risk where they do not tell of a leak and it was shown all the same."""
+    seen = [d for d in summary.defenses if d.line_up and d.line_up.shown and d.verdict != LEAKS and not d.control]
+    also = f" Whoever has an image can tell that it took part under {_named(seen)}." if seen else ""
+    return f"{words.overall(summary)}{also}"
+
+
+def warning(summary: Summary) -> str | None:
+    """What qualifies the answers: the first warning of the audit, and how many more there are."""
+    texts = [notice.text for notice in words.caveats(summary)]
+    if not texts:
+        return None
+    more = f" {plural(len(texts) - 1, 'more warning')} below." if len(texts) > 1 else ""
+    return f"{shorten(texts[0], LONGEST_TEXT)}{more}"
+
+
 def pictures(summary: Summary) -> tuple[str, ...]:
     """What the attacks rebuilt, verdict by verdict."""
     control, texts = summary.control, []
     if control is not None:
-        told = f"updates leak: {_picked(control)}" if control.verdict == LEAKS else "this audit cannot tell"
-        texts.append(f"Without a defense {told}.")
+        if control.verdict == LEAKS:
+            texts.append(f"Without a defense updates leak: {_picked(control)}.")
+        else:
+            texts.append("This audit cannot tell whether images leak without a defense.")
     phrases: dict[Verdict, Callable[[str], str]] = {
         LEAKS: lambda names: f"Private images leak under {names}.",
         NO_LEAK: lambda names: f"No leak was shown under {names}.",
         UNREFUTED: lambda names: f"Unrefuted: {names}. No leak was shown, but attacks that are built to break it are missing.",
-        CANNOT_TELL: lambda names: f"This audit cannot tell for {names}.",
+        CANNOT_TELL: lambda names: f"This audit cannot tell whether images leak under {names}.",
     }
     for verdict, sentence in phrases.items():
         rows = [d for d in summary.defenses if d.verdict == verdict and not d.control]
@@ -185,10 +192,8 @@ def tested(summary: Summary) -> str:
     judged = [d for d in summary.defenses if not d.control]
     also = f"; with {_named(judged)}" if judged else ""
     control = "without a defense" if summary.control else "no control"
-    return (
-        f"{shorten(summary.scope, LONGEST_TEXT)}. {plural(len(summary.attacks), 'attack')} "
-        f"(suite {shorten(summary.suite, LONGEST_NAME)}), {control}{also}."
-    )
+    attacks = f"{plural(len(summary.attacks), 'attack')} ({_suite(summary)})"
+    return f"{shorten(summary.scope, LONGEST_TEXT)}. {attacks}, {control}{also}."
 
 
 def adversary(summary: Summary) -> str:
@@ -203,7 +208,7 @@ def certainty(summary: Summary) -> tuple[str, ...]:
         return ("It is not shown that the attacks work here: there is no undefended control.",)
     tests = [d.test for d in summary.defenses if d.test and d.verdict != LEAKS] or [d.test for d in [control] if d.test]
     if control.verdict != LEAKS or not tests:  # what attacks that do not work would have seen is no evidence
-        return ("Positive control: it cannot be told, so only a leak that was shown means something here.",)
+        return ("The positive control shows nothing: attacks that find no leak without a defense say nothing by finding none.",)
     shares = [test.detectable for test in tests]
     smallest = None if None in shares else max(share for share in shares if share is not None)
     level = max(test.level for test in tests)
@@ -220,11 +225,13 @@ def worst_placed(summary: Summary) -> tuple[str, ...]:
     texts = []
     for defense, image in rows[:MOST_PLACED]:
         assert defense.worst is not None
-        average = f"{percent(defense.worst.identified.rate)} picked out on average, SSIM {words.mean(defense.worst.ssim)}"
-        one = f"{'picked out' if image.identified else 'not picked out'}, SSIM {digits(image.ssim)}"
+        average = f"on average {percent(defense.worst.identified.rate)} picked out, likeness {words.mean(defense.worst.ssim)}"
+        one = f"{'picked out' if image.identified else 'not picked out'}, likeness {digits(image.ssim)}"
         name = "Without a defense" if defense.control else shorten(defense.spec, LONGEST_NAME)
         texts.append(f"{name}: {average}; worst placed (victim {image.victim}): {one}.")
-    return tuple(texts) or ("Not measured: no attack got as far as a picture.",)
+    if not texts:
+        return ("Not measured: no attack got as far as a picture.",)
+    return (*texts, "Likeness is SSIM: 1 is the same image, about 0 has nothing in common.")
 
 
 def worst_image(defense: DefenseRow) -> VictimWorst | None:
@@ -260,18 +267,21 @@ def untested(summary: Summary) -> str:
 
 
 def again(summary: Summary) -> str:
-    suite, version = shorten(summary.suite, LONGEST_NAME), shorten(summary.gradveil, 20)
+    those = "those that were chosen" if summary.suite == CHOSEN else f"those of {_suite(summary)}"
     return (
         "When the model, the data, the training, the defense or the number of updates per client changes, and when there are "
-        f"stronger attacks than those of suite {suite} (gradveil {version})."
+        f"stronger attacks than {those} (gradveil {shorten(summary.gradveil, 20)})."
     )
 
 
-def type_size(about: About, *groups: Sequence[AnsweredQuestion]) -> float:
-    """Points of the type in which the answers fit on one sheet, below a head with these names."""
-    length = sum(len(text) for group in groups for answer in group for text in (*answer.texts, answer.command or ""))
+def type_size(about: About, *groups: Sequence[AnsweredQuestion], more: int = 0, pictured: bool = False) -> float:
+    """Points of the type in which the answers fit on one sheet, below a head with these names.
+
+    `more`: characters that are no answer; `pictured`: there are pictures among the answers.
+    """
+    length = more + sum(len(text) for group in groups for answer in group for text in (*answer.texts, answer.command or ""))
     length += HEAD * sum(len(name or "") for name in (*dict(about).values(), about.system))
-    return round(max(SMALLEST_TYPE, min(LARGEST_TYPE, math.sqrt(SHEET / max(1, length)))), 1)
+    return round(max(SMALLEST_TYPE, min(LARGEST_TYPE, math.sqrt((SHEET - PICTURED * pictured) / max(1, length)))), 1)
 
 
 def title(about: About) -> str:
@@ -286,6 +296,15 @@ def date_text(environment: Environment | None) -> str | None:
 
 
 # -- parts of sentences ------------------------------------------------------------------------------------------------
+
+
+def _suite(summary: Summary) -> str:
+    """`suite standard-v2`, or the names of the attacks that were chosen."""
+    if summary.suite != CHOSEN:
+        return f"suite {shorten(summary.suite, LONGEST_NAME)}"
+    names = [shorten(name, LONGEST_NAME) for name in summary.attacks[:MOST_NAMED]]
+    more = len(summary.attacks) - MOST_NAMED
+    return f"chosen for this audit: {listing([*names, f'{more} more'] if more > 0 else names)}"
 
 
 def _important_first(summary: Summary) -> list[DefenseRow]:
@@ -337,4 +356,4 @@ def _first(defense: DefenseRow) -> str:
     risk = defense.line_up
     assert risk is not None
     hits = round(risk.identified.rate * len(risk.ranks))
-    return f"{hits or 'none'} of {len(risk.ranks)} came first of {risk.m:,}, guessing {percent(risk.identified.chance)}"
+    return f"{hits or 'none'} of {len(risk.ranks)} came first of {risk.m:,}, guessing {rounded_percent(risk.identified.chance)}"

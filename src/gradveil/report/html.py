@@ -22,6 +22,7 @@ from gradveil.core.text import listing
 from gradveil.protection.audited import FILE
 from gradveil.report import answers, chart, words
 from gradveil.report.about import About
+from gradveil.report.clauses import DOCUMENTS, documents_text
 from gradveil.report.evidence import PAGE, evidence_hash
 from gradveil.report.page import page
 from gradveil.report.pictures import Pictures, Strip, attacked, collect, worst_of
@@ -32,6 +33,7 @@ from gradveil.summary import AttackRow, CaseFacts, DefenseRow, Summary
 
 # Columns of the table whose names are explained under another word.
 COLUMN_TERMS = {"identified": "picked out", "PSNR, dB": "PSNR", "knowledge": "level of knowledge"}
+PLACES = {"who": "The names in the head.", "evidence": "How to check it?"}  # parts of the file that the template writes
 STRONGEST = 3  # attacks of a defense that the gallery shows before the reader asks for all
 
 LONG = 24  # entries of a list in the settings, such as class names, before it is cut
@@ -122,6 +124,9 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
     rows = [(d, r) for d, r in every if r.status != "not applicable"]
     environment, about = run.environment, About.of_run(run.path)
     first, file = answers.first_answers(summary), answers.file_answers(summary)
+    warning = answers.warning(summary)
+    verdicts = [(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses]
+    pictured = [(d, w) for d, w in verdicts if pictures == "shown" and w and w.original][: answers.MOST_PICTURED]
     return page(
         "report.html.j2",
         summary=summary,
@@ -130,15 +135,19 @@ def render(run: RunFolder, pictures: str = "blurred") -> str:
         date=answers.date_text(environment),
         first_answers=first,
         file_answers=file,
-        type_size=answers.type_size(about, first, file),
-        cross_walk=answers.CROSS_WALK,
-        sources=answers.SOURCES,
+        pictured=pictured,
+        lead=answers.lead(summary),
+        warning=warning,
+        type_size=answers.type_size(about, first, file, more=len(warning or ""), pictured=bool(pictured)),
+        documents=documents_text(),
+        clause_groups=DOCUMENTS,
+        questions={a.key: a.question for a in (*first, *file)} | PLACES,
         evidence=evidence_hash(run),
         mode=pictures,
         pictures=shown,
         script=Markup(script),  # our own file, without a word of the run in it
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        verdicts=[(d, worst_case(run, summary.case, d, shown)) for d in summary.defenses],
+        verdicts=verdicts,
         protection_file=FILE,
         uses=usage(summary.recommended, summary.case) if summary.recommended else [],
         use_requirement=requirement(summary.case),

@@ -30,6 +30,7 @@ from gradveil.summary import (
 )
 
 NOTHING = "–"  # shown for what was not measured
+ALL = 100.0  # percent of the accuracy: no more can be lost, although few seeds give wide intervals
 GUIDE = "https://github.com/gradveil/gradveil/blob/main/docs/verdicts.md"
 
 
@@ -149,7 +150,7 @@ def line_up_sentence(defense: DefenseRow) -> str:
         return ""
     rate, victims = risk.identified, len(risk.ranks)
     first = f"{round(rate.rate * victims) or 'none'} of {plural(victims, 'image')} came first of {risk.m:,} by the update alone"
-    numbers = f"({percent(rate.rate)}, confidence interval {interval(rate)}, guessing {percent(rate.chance)})"
+    numbers = f"({percent(rate.rate)}, confidence interval {interval(rate)}, guessing {rounded_percent(rate.chance)})"
     if risk.shown:
         text = f"Whoever has an image can tell that it took part: {first} {numbers}"
     else:
@@ -218,7 +219,10 @@ def overall(summary: Summary) -> str:
     counts = Counter(d.verdict for d in judged)
     parts = [f"{counts[verdict]} {forms[counts[verdict] > 1]}" for verdict, forms in phrases.items() if counts[verdict]]
     if len(parts) == 1:
-        return f"All {parts[0].replace(' ', ' audited defenses ', 1)}."
+        if counts[CANNOT_TELL]:
+            return f"None of the {len(judged)} audited defenses can be judged by this audit."
+        every = "Both" if len(judged) == 2 else f"All {len(judged)}"
+        return f"{every} audited defenses {parts[0].partition(' ')[2]}."
     return f"Of {len(judged)} audited defenses, {listing(parts)}."
 
 
@@ -230,7 +234,8 @@ def not_tested(summary: Summary) -> list[str]:
             missing[name, "not part of this audit", "built to break it"].append(defense.spec)
         for row in defense.ranked:
             if not row.ok:
-                missing[row.spec, row.status, row.error or ""].append(defense.spec)
+                reason = (row.error or "").removeprefix(f"attack '{row.spec.partition(':')[0]}' does not apply: ")
+                missing[row.spec, row.status, reason].append(defense.spec)
     items = list(summary.not_tested)
     for (attack, status, reason), specs in missing.items():
         where = f"against {specs[0]}" if len(specs) == 1 else f"against {len(specs)} defenses"
@@ -272,6 +277,7 @@ def rejection(summary: Summary, rejected: Rejection) -> str:
 
 def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
     test, loss, limit = row.test, digits(row.loss, 1), digits(summary.recommendation.max_loss, 1)
+    most_lost = digits(None if row.most_lost is None else min(row.most_lost, ALL), 1)
     images = row.worst.scored - row.test.untested if row.worst and row.test else 0
     unseen = "any share" if test is None or test.detectable is None else f"up to {percent(test.detectable)}"
     return {
@@ -287,8 +293,7 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
         "cost-not-measured": "its cost in accuracy was not measured",
         "too-costly": f"it loses {loss}% of the accuracy (at most {limit}% may be lost)",
         "uncertain-cost": (
-            f"it loses {loss}% of the accuracy, but a loss of {digits(row.most_lost, 1)}% is not excluded "
-            f"(at most {limit}% may be lost)"
+            f"it loses {loss}% of the accuracy, but a loss of {most_lost}% is not excluded (at most {limit}% may be lost)"
         ),
         "near-chance": f"with it the model learns next to nothing (accuracy {percent(row.accuracy, 1)})",
         "costs-more": f"it loses more accuracy ({loss}%)",
@@ -330,7 +335,7 @@ def loss_interval(defense: DefenseRow) -> str:
     measured = defense.utility
     if measured is None or measured.low is None or measured.high is None:
         return ""
-    return f"{digits(measured.low, 1)}% to {digits(measured.high, 1)}%"
+    return f"{digits(measured.low, 1)}% to {digits(min(measured.high, ALL), 1)}%"
 
 
 def learning_rate(defense: DefenseRow) -> str:
