@@ -123,7 +123,9 @@ def test_worst_cases_stand_on_the_first_screen_only_where_pictures_are_shown(run
 
 
 def test_attacks_that_were_chosen_are_named_in_place_of_a_suite(run: Run) -> None:
-    told = answer_texts(page_of(edit(run(), lambda s: s.update(suite="custom"))))
+    page = page_of(edit(run(), lambda s: s.update(suite="custom")))
+    told = answer_texts(page)
+    assert "and 3 attacks (chosen for this audit) in this setting" in page.text
     assert "3 attacks (chosen for this audit: " in told["tested"] and "custom" not in told["tested"] + told["again"]
     assert "stronger attacks than those that were chosen (gradveil 0.2.0)" in told["again"]
 

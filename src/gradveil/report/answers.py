@@ -26,7 +26,6 @@ LARGEST_TYPE, SMALLEST_TYPE, SHEET = 8.6, 5.6, 215_000  # points, points, charac
 HEAD = 4  # characters of an answer for which there would be room in place of one in the head, whose type is large
 PICTURED = 16_000  # of SHEET, where there are pictures
 
-CHOSEN = "custom"  # in place of a suite's name, where the attacks were named one by one
 # What the levels of knowledge mean for the adversary.
 LEVELS = {
     "realistic": "It must infer the labels, and none of the defense's secrets is granted.",
@@ -267,7 +266,7 @@ def untested(summary: Summary) -> str:
 
 
 def again(summary: Summary) -> str:
-    those = "those that were chosen" if summary.suite == CHOSEN else f"those of {_suite(summary)}"
+    those = "those that were chosen" if summary.suite == words.CHOSEN else f"those of {_suite(summary)}"
     return (
         "When the model, the data, the training, the defense or the number of updates per client changes, and when there are "
         f"stronger attacks than {those} (gradveil {shorten(summary.gradveil, 20)})."
@@ -300,11 +299,11 @@ def date_text(environment: Environment | None) -> str | None:
 
 def _suite(summary: Summary) -> str:
     """`suite standard-v2`, or the names of the attacks that were chosen."""
-    if summary.suite != CHOSEN:
+    if summary.suite != words.CHOSEN:
         return f"suite {shorten(summary.suite, LONGEST_NAME)}"
     names = [shorten(name, LONGEST_NAME) for name in summary.attacks[:MOST_NAMED]]
     more = len(summary.attacks) - MOST_NAMED
-    return f"chosen for this audit: {listing([*names, f'{more} more'] if more > 0 else names)}"
+    return f"{words.CHOSEN_TEXT}: {listing([*names, f'{more} more'] if more > 0 else names)}"
 
 
 def _important_first(summary: Summary) -> list[DefenseRow]:

@@ -30,6 +30,7 @@ from gradveil.summary import (
 )
 
 NOTHING = "–"  # shown for what was not measured
+CHOSEN, CHOSEN_TEXT = "custom", "chosen for this audit"  # in place of a suite, where the attacks were named one by one
 ALL = 100.0  # percent of the accuracy: no more can be lost, although few seeds give wide intervals
 GUIDE = "https://github.com/gradveil/gradveil/blob/main/docs/verdicts.md"
 
@@ -375,8 +376,8 @@ def assessment(summary: Summary) -> str:
     """A paragraph to paste into a data-protection impact assessment."""
     sentences = [
         "Model updates sent during joint training can reveal the images they were computed from. "
-        f"This risk was measured with Gradveil {summary.gradveil} (attack suite {summary.suite}, "
-        f"{plural(len(summary.attacks), 'attack')}) in this setting: {summary.scope}.",
+        f"This risk was measured with Gradveil {summary.gradveil} and {plural(len(summary.attacks), 'attack')} "
+        f"({CHOSEN_TEXT if summary.suite == CHOSEN else f'suite {summary.suite}'}) in this setting: {summary.scope}.",
         f"The adversary is whoever receives the updates, and was granted: {'; '.join(summary.granted)}.",
     ]
     if summary.control is not None:
