@@ -304,6 +304,14 @@ def test_the_loss_is_that_of_the_last_rounds_with_students_interval_of_pairs(dat
     assert PairedLoss.of([0.5], [0.6]) is None and PairedLoss.of([0.5, 0.4], [0.6]) is None
 
 
+def test_a_round_that_other_work_slowed_down_does_not_count_as_cost(data: DataSet) -> None:
+    case = case_of(data, utility={"seeds": 1, "rounds": 3})
+    clean = stored((0.9, 0.9, 0.9), seconds_per_round=(1.0, 1.0, 1.0))
+    defended = stored((0.9, 0.9, 0.9), seconds_per_round=(2.0, 90.0, 2.0))
+    row = utility_row(case, defended, clean)
+    assert row is not None and row.overhead == 2.0 and row.seconds_per_round == 2.0
+
+
 # -- without the defended clients ------------------------------------------------------------------------------------------
 
 

@@ -207,7 +207,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _round_seconds(trained: StoredCell | None) -> float | None:
-    return _mean([seconds for curve in by_seed(trained, "seconds_per_round") for seconds in curve]) if trained else None
+    """Of the median round: other work on the machine makes single rounds take many times as long."""
+    rounds = [seconds for curve in by_seed(trained, "seconds_per_round") for seconds in curve] if trained else []
+    return float(np.median(rounds)) if rounds else None
 
 
 def _ratio(value: float | None, of: float | None) -> float | None:
