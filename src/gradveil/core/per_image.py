@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.kernels import first_derivative
@@ -141,12 +142,15 @@ def _parts(
     fixed = {name: p.detach() for name, p in parameters.items()}
     copies = {name: _copied(fixed[name], len(x)).requires_grad_() for name in sorted(plan.copies)}
     calls = _Calls({id(fixed[name]): name for name in plan.reads | plan.turned}, plan, x)
-    with torch.enable_grad(), first_derivative():
-        with calls:
-            mean = model.loss_fn in NAMED.values()  # another loss may weigh the images of a batch against each other
-            value = model.summed_loss({**state, **fixed, **copies}, x, y, noise, once=True, mean=mean)
-        ends = [calls.anchor, *copies.values()]
-        _, *gradients = torch.autograd.grad(value, ends, allow_unused=True) if value.requires_grad else [None] * len(ends)
+    try:
+        with torch.enable_grad(), first_derivative():
+            with calls:
+                mean = model.loss_fn in NAMED.values()  # another loss may weigh the images of a batch against each other
+                value = model.summed_loss({**state, **fixed, **copies}, x, y, noise, once=True, mean=mean)
+            ends = [calls.anchor, *copies.values()]
+            _, *gradients = torch.autograd.grad(value, ends, allow_unused=True) if value.requires_grad else [None] * len(ends)
+    finally:
+        calls.end()
     copied = {name: _unused(fixed[name], x) if g is None else kept(g) for name, g in zip(copies, gradients, strict=True)}
     return calls.parts | copied, calls.sizes
 
@@ -192,6 +196,7 @@ class _Calls(TorchFunctionMode):
         self.anchor = torch.zeros((), device=x.device, requires_grad=True)
         self.sizes = defaultdict[str, list[float]](list)  # of the outputs of each call, per image
         self.parts: dict[str, ImageGradients] = {}
+        self.handles: list[RemovableHandle] = []
 
     def __torch_function__(
         self,
@@ -218,8 +223,13 @@ class _Calls(TorchFunctionMode):
             return outputs
         if not outputs.requires_grad:
             outputs = _anchored(outputs.clone() if outputs._is_view() else outputs, self.anchor)
-        outputs.register_hook(lambda signal: self._read(listened, signal))
+        self.handles.append(outputs.register_hook(lambda signal: self._read(listened, signal)))
         return outputs
+
+    def end(self) -> None:
+        """Nothing refers to itself by way of hooks, graph and inputs any longer: memory is free at once."""
+        for handle in self.handles:
+            handle.remove()
 
     def _used(self, arguments: object, outputs: object) -> set[str]:
         """The listened parameters among the arguments of a function that makes a tensor of them."""
