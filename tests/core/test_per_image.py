@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -358,3 +360,18 @@ def test_dropout_drops_and_buffers_count_as_in_training() -> None:
     assert float(state["passes"]) == 1
     dropped = (total["fc.weight"] == 0).all(0).float().mean()
     assert 0.3 < float(dropped) < 0.7
+
+
+def test_nothing_of_a_pass_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks, graph and inputs must not keep each other: the garbage collector does not see such a ring."""
+    passes: list[weakref.ref[per_image._Calls]] = []
+
+    class Calls(per_image._Calls):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            passes.append(weakref.ref(self))
+
+    monkeypatch.setattr(per_image, "_Calls", Calls)
+    model = function(COVERED["many channels"])
+    clipped_sum(model, model.state(), images(), torch.arange(5) % CLASSES, {}, 1.0)
+    assert passes and not any(calls() for calls in passes)
