@@ -208,7 +208,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _round_seconds(trained: StoredCell | None) -> float | None:
     """Of the median round: other work on the machine makes single rounds take many times as long."""
-    rounds = [seconds for curve in by_seed(trained, "seconds_per_round") for seconds in curve] if trained else []
+    curves = by_seed(trained, "seconds_per_round") if trained else []
+    rounds = [seconds for curve in curves for seconds in curve if seconds is not None]
     return float(np.median(rounds)) if rounds else None
 
 
