@@ -32,6 +32,18 @@ AUDITS: dict[str, dict[str, object]] = {
     for data in ("mnist-5k", "cifar10")
     for size in (4, 8, 12, 32)
 }
+AUDITS |= {
+    f"softmax-{data}-{size}": {
+        "data": data,
+        "model": f"batches:softmax_{data[:5]}",
+        "batch_size": size,
+        "victims": 4,
+        "attacks": ["linear"],
+        "defenses": ["clip:norm=0.01"],
+    }
+    for data in ("mnist-5k", "cifar10")
+    for size in (4, 8)
+}
 FLOWER: dict[str, object] = {"data": "cifar10", "model": "flower-cnn", "attacks": ["features"]}
 AUDITS |= {
     "flower-cnn-1": {**FLOWER, "batch_size": 1, "victims": 16},
@@ -59,6 +71,15 @@ AUDITS |= {
         "attacks": ["patch-span", "swift"],
     },
 }
+
+
+def softmax_mnist() -> nn.Module:
+    """Softmax regression on pixels: nothing but a classifier."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def softmax_cifar() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
 
 
 def own_vit() -> nn.Module:
