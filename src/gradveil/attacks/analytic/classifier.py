@@ -43,14 +43,14 @@ _ALIKE = 10.0  # factor on the smallest error within which starts must agree
 _SAME = 0.05  # distance of inputs that agree, as a share of their length
 
 
-class Reading(NamedTuple):
+class ClassifierReading(NamedTuple):
     """What a gradient says about K images."""
 
     inputs: Tensor  # K × width
     error: float  # share of the gradient that they do not explain; 1: others explain it as well
 
 
-def classifier_inputs(observation: Observation) -> Reading | None:
+def classifier_inputs(observation: Observation) -> ClassifierReading | None:
     """The inputs of the classifier, or None where they cannot be read.
 
     A weight difference of SGD is read as one gradient in the middle of the steps.
@@ -86,7 +86,7 @@ def _is_readable(observation: Observation, name: str) -> bool:
 
 def read_gradient(
     gradient: Tensor, bias_gradient: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, size: float | None = None
-) -> Reading | None:
+) -> ClassifierReading | None:
     """The inputs from the gradient of a mean loss, up to its size, and likely labels in any order, all in double precision.
 
     `size` is the factor by which the gradient is too small; None: unknown.
@@ -112,7 +112,7 @@ class _Equations:
         mean = (present + (scale or 0.0) / len(labels) * gradient[:, -1]).clamp_min(1e-6)
         self.mean = mean / mean.sum()  # of the probabilities, as the bias tells where κ is known
 
-    def solve(self) -> Reading:
+    def solve(self) -> ClassifierReading:
         unknowns, labels = self._start()
         damping = torch.full((len(unknowns),), 1e-2, dtype=torch.float64)
         error = self._error(unknowns, labels)
@@ -176,7 +176,7 @@ class _Equations:
         usable[::2] = False
         return torch.where(usable, F.one_hot(implied.nan_to_num().argmax(-1), self.classes).double(), labels)
 
-    def _reading(self, unknowns: Tensor, labels: Tensor, left: Tensor) -> Reading:
+    def _reading(self, unknowns: Tensor, labels: Tensor, left: Tensor) -> ClassifierReading:
         """Of the best start; the error is 1 where others explain the gradient as well by other inputs."""
         best = int(left.argmin())
         error = self._unexplained(unknowns[best], labels[best])
@@ -187,7 +187,7 @@ class _Equations:
             distance = torch.cdist(inputs, self._inputs(unknowns[i])).amin(1)
             if bool((distance > _SAME * lengths).any()):
                 error = 1.0
-        return Reading(inputs[:, :-1], error)
+        return ClassifierReading(inputs[:, :-1], error)
 
     def _inputs(self, unknowns: Tensor) -> Tensor:
         return unknowns[:-1].view(self.rank, self.rank) @ self.rest
