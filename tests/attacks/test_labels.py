@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import parse
-from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.labels import beliefs, infer_labels
 from gradveil.attacks.labels.rules import bias_rule, expected_rule, idlg, llg, minimum_rule, rehearsed_rule
 from gradveil.attacks.labels.targets import infer_targets
 from gradveil.attacks.layers import classifier_name
@@ -23,7 +24,7 @@ from gradveil.core.observation import Sighting, Trace, observe
 from gradveil.core.randomness import generator
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Update
-from gradveil.data import load
+from gradveil.data import DataSet, load
 
 LEVEL = {1: 1.0, 8: 0.85, 32: 0.75}
 
@@ -198,3 +199,19 @@ def test_targets_of_a_batch_are_told_on_average(size: int, error: float) -> None
     assert (told.mean(0) - batch.y.mean(0)).abs().max() <= error  # although public targets are the opposite
     hidden = dataclasses.replace(seen, seen=(Sighting(function.state(), dataclasses.replace(update, kind="delta")),))
     assert torch.allclose(infer_targets(unit_length(hidden))[0], public.y.mean(0))
+
+
+def test_victims_that_share_a_model_share_what_it_says_of_public_images(
+    observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, _ = observe_victims(data=shapes, model="smlp", victims=3, batch_size=2)
+    other, _ = observe_victims(data=shapes, model="smlp", victims=1, batch_size=2, seed=1)
+    expected = [beliefs._computed(o) for o in (*seen, *other)]
+    computed = Mock(wraps=beliefs._computed)
+    monkeypatch.setattr(beliefs, "_computed", computed)
+    monkeypatch.setattr(beliefs, "_last", [])
+    for observation, outputs in zip((*seen, *other), expected, strict=True):
+        answer = beliefs.outputs(observation)
+        assert torch.equal(answer, outputs)
+        answer.zero_()  # what a caller does to it stays with the caller
+    assert computed.call_count == 2

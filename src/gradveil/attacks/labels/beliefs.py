@@ -1,11 +1,14 @@
 """What the model gives out for images that the adversary has."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Tensors
 
 
 def public_images(observation: Observation) -> Batch | None:
@@ -15,8 +18,27 @@ def public_images(observation: Observation) -> Batch | None:
     return public[torch.arange(min(512, len(public)))] if public is not None and fits else None
 
 
+class _Believed(NamedTuple):
+    """Outputs, and what they were computed from."""
+
+    model: ModelFunction
+    state: Tensors
+    public: Batch | None
+    outputs: Tensor
+
+
+_last: list[_Believed] = []  # at most one: the victims of an audit share a model and its state
+
+
 def outputs(observation: Observation) -> Tensor:
     """The model's outputs (images × outputs), of public images where there are any, else of noise."""
+    model, state, public = observation.model, observation.state, observation.knowledge.public
+    if not (_last and _last[0].model is model and _last[0].state is state and _last[0].public is public):
+        _last[:] = [_Believed(model, state, public, _computed(observation))]
+    return _last[0].outputs.clone()
+
+
+def _computed(observation: Observation) -> Tensor:
     public, rng = public_images(observation), generator("belief")
     if public is not None:
         x = observation.task.normalize(public.x)
