@@ -78,7 +78,8 @@ SPENT: list[float] = []  # CPU seconds of the peer, of every run
 
 
 def run_one(name: str, seed: int) -> dict[str, Any]:
-    values = {**SETTINGS[name], "data": "cifar10", "defenses": ["none"], "mode": "eval", "seed": seed}
+    common = {"data": "cifar10", "defenses": ["none"], "mode": "eval", "line_up": 0, "seed": seed}
+    values = {**SETTINGS[name], **common}
     case = Case(make_spec(values))
     with tempfile.TemporaryDirectory(prefix="gradveil-") as folder:
         run = run_audit(case, Execution(out=Path(folder) / "ours", workers=0))
