@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import gradveil as gv
 from gradveil.report import write_report
 from gradveil.report.about import About
 from gradveil.report.evidence import disagreement, evidence_hash
@@ -29,6 +32,16 @@ def test_a_page_agrees_with_its_run(run: Run, mode: str) -> None:
     assert evidence_hash(RunFolder(folder)) in (folder / "report.html").read_text()
     folder.rename(folder.with_name("elsewhere"))
     assert difference(folder.with_name("elsewhere")) is None, "the place of a run is no evidence"
+
+
+def test_an_audit_that_finds_everything_done_leaves_the_evidence_as_it_is(tmp_path: Path) -> None:
+    data = torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    hashes = set()
+    for _ in range(2):
+        gv.audit(data, model, ["clip"], ["linear"], victims=2, quiet=True, out=tmp_path / "run")
+        hashes.add(evidence_hash(RunFolder(tmp_path / "run")))
+    assert len(hashes) == 1
 
 
 def replaced(file: Path, old: str, new: str) -> None:

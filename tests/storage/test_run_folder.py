@@ -198,15 +198,15 @@ def test_images_are_read_by_their_place(folder: RunFolder) -> None:
 
 
 def test_seconds_add_up_over_the_runs_of_a_folder(tmp_path: Path) -> None:
-    for total in (2.5, 5.0):
+    for scored, total in ((0, 2.5), (1, 5.0), (1, 5.0)):  # the last one only looks at it again
         with RunFolder(tmp_path / "run").opened(RUN) as folder:
-            folder.finish(ScoreRow(), 2.5)
+            folder.finish(ScoreRow(scored=scored), 2.5)
         environment = folder.environment
         assert environment is not None and environment.seconds == total
     assert (environment.case, environment.seed, environment.data_sha256) == ("c" * 16, 3, "d" * 64)
     assert environment.packages["torch"] == version("torch")  # torch.__version__ may name the build too
     assert folder.settings.endswith("data: faces\nseed: 3\n")
-    assert json.loads((folder.path / "summary.json").read_text())["scored"] == 0
+    assert json.loads((folder.path / "summary.json").read_text())["scored"] == 1
 
 
 def test_the_date_of_a_run_is_that_of_its_finding(tmp_path: Path) -> None:

@@ -190,12 +190,12 @@ class RunFolder:
         return False
 
     def finish(self, summary: BaseModel, seconds: float) -> None:
-        """Store what all cells together say."""
+        """Store what all cells together say. A run that was only looked at again stays as it is, and so does its hash."""
         before = self.environment
+        if before is not None and before.finished is not None and self._holds("summary.json", summary):
+            return
         if before is not None:
-            update: dict[str, object] = {"seconds": before.seconds + seconds}
-            if before.finished is None or not self._holds("summary.json", summary):  # else it was only looked at again
-                update["finished"] = datetime.now(UTC).replace(microsecond=0)
+            update = {"seconds": before.seconds + seconds, "finished": datetime.now(UTC).replace(microsecond=0)}
             self._write("environment.json", before.model_copy(update=update))
         self._write("summary.json", summary)
 
