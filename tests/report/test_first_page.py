@@ -66,6 +66,18 @@ def test_the_answers_tell_what_the_numbers_say(run: Run) -> None:
     assert "suite standard-v2 (gradveil 0.2.0)" in told["again"]
 
 
+def test_the_worst_placed_of_what_leaks_is_told_before_what_does_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MOST_PLACED", 2)
+    summary = Summary.read(run(verdict={"prune:ratio=0.9": "no leak shown", "precode": "leaks"}))
+    assert summary.recommended is None
+    first, second, last = answers.worst_placed(summary)
+    assert (
+        first.startswith("Without a defense: ")
+        and second.startswith("precode: ")
+        and last.endswith("1 more defense in the table.")
+    )
+
+
 def test_a_promise_has_its_unit_adjacency_and_releases(run: Run) -> None:
     limit = certify("dpsgd:noise=4", rounds=1)
 

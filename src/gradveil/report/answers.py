@@ -230,7 +230,8 @@ def worst_placed(summary: Summary) -> tuple[str, ...]:
         texts.append(f"{name}: {average}; worst placed (victim {image.victim}): {one}.")
     if not texts:
         return ("Not measured: no attack got as far as a picture.",)
-    return (*texts, "Likeness is SSIM: 1 is the same image, about 0 has nothing in common.")
+    more = f" {plural(len(rows) - MOST_PLACED, 'more defense')} in the table." if len(rows) > MOST_PLACED else ""
+    return (*texts, f"Likeness is SSIM: 1 is the same image, about 0 has nothing in common.{more}")
 
 
 def worst_image(defense: DefenseRow) -> VictimWorst | None:
@@ -307,9 +308,9 @@ def _suite(summary: Summary) -> str:
 
 
 def _important_first(summary: Summary) -> list[DefenseRow]:
-    """The recommended defense and the control before all others."""
+    """The recommended defense and the control before all others, then those that leak."""
     best = summary.recommended
-    return sorted(summary.defenses, key=lambda d: (d is not best, not d.control))
+    return sorted(summary.defenses, key=lambda d: (d is not best, not d.control, d.verdict != LEAKS))
 
 
 def _named(rows: Sequence[DefenseRow], told: Callable[[DefenseRow], str] | None = None) -> str:
