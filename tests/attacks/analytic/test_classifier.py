@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import jacrev
 
 import gradveil as gv
-from gradveil.attacks.analytic.classifier import classifier_inputs, read_gradient
+from gradveil.attacks.analytic.classifier import _Equations, affordable_starts, classifier_inputs, read_gradient
 from gradveil.core.local_training import LocalTraining
 from gradveil.data import DataSet
 
@@ -39,6 +40,25 @@ def test_inputs_are_exact_for_any_order_of_the_labels(images: int, seed: int) ->
     x, labels, tensors = problem(images, seed)
     reading = read_gradient(*tensors, labels.flip(0), size=1.0)
     assert reading is not None and reading.error < 1e-5 and farthest(x, reading.inputs) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_steps_use_the_derivative_of_the_equations(scale: float | None) -> None:
+    _, labels, (gradient, bias_gradient, weight, bias) = problem(3, 0)
+    whole = torch.cat([gradient, bias_gradient[:, None]], 1)
+    equations = _Equations(whole / whole.norm(), weight, bias, labels, scale)
+    unknowns, targets = (t[:2] for t in equations._start())
+    slopes = [
+        jacrev(lambda z, y=y: equations._residual(z[None], y[None])[0])(u) for u, y in zip(unknowns, targets, strict=True)
+    ]
+    expected = torch.stack(slopes)
+    if scale is not None:
+        expected[..., -1] = 0  # it stays
+    assert torch.allclose(equations._derivative(unknowns, targets), expected)
+
+
+def test_many_classes_and_images_are_read_in_bounded_work() -> None:
+    assert affordable_starts(8, 10) == 64 and affordable_starts(16, 100) >= 4 > affordable_starts(64, 100)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jacrev, vmap
 
 from gradveil.attacks.analytic.apart import factored
 from gradveil.attacks.labels import infer_labels
@@ -36,7 +35,8 @@ from gradveil.core.randomness import generator
 
 _READABLE = 0.3  # error above which nothing was read
 _STARTS, _STEPS = 64, 80
-_NUMBERS = 2**25  # entries of all derivatives at once
+_WORK = 4e10  # multiplications of all steps from all starts
+_FEWEST = 4  # starts below which it is not tried
 _RELABEL = 20  # steps after which every other start gets corrected labels
 _SOLVED = 1e-7  # error below which no further step is taken
 _ALIKE = 10.0  # factor on the smallest error within which starts must agree
@@ -79,7 +79,7 @@ def _is_readable(observation: Observation, name: str) -> bool:
     if not isinstance(optimizer(observation.knowledge.training.optimizer), LocalSGD):
         return False
     classes, width = sent[f"{name}.weight"].shape
-    if count >= min(classes, width) or not observation.task.has_classes:
+    if count >= min(classes, width) or affordable_starts(count, classes) < _FEWEST or not observation.task.has_classes:
         return False
     return _is_cross_entropy(observation, classes) and _is_last(observation, name)
 
@@ -96,6 +96,10 @@ def read_gradient(
     lost = None if size is None else len(labels) * size * length
     reading = _Equations(whole / length, weight, bias, labels, lost).solve()
     return reading if reading.error <= _READABLE else None
+
+
+def affordable_starts(images: int, classes: int) -> int:
+    return min(_STARTS, int(_WORK / (_STEPS * images**5 * classes)))
 
 
 class _Equations:
@@ -132,7 +136,7 @@ class _Equations:
 
     def _start(self) -> tuple[Tensor, Tensor]:
         """Signals of any probabilities, and the mixing and κ that go with them."""
-        count = max(4, min(_STARTS, _NUMBERS // (self.rank**3 * (self.classes + 1))))
+        count = affordable_starts(self.rank, self.classes)
         order = torch.rand(count, len(self.labels), generator=self.rng).argsort(1)[:, : self.rank]
         labels = F.one_hot(self.labels[order], self.classes).double()
         logits = torch.randn(count, self.rank, self.classes, generator=self.rng, dtype=torch.float64)
@@ -145,21 +149,41 @@ class _Equations:
             scale = torch.full((count,), self.scale, dtype=torch.float64)
         return torch.cat([(mixing * scale[:, None, None]).flatten(1), scale[:, None]], 1), labels
 
+    def _signals(self, mixing: Tensor, labels: Tensor) -> Tensor:
+        return (mixing @ self.logits).softmax(-1) - labels
+
     def _residual(self, unknowns: Tensor, labels: Tensor) -> Tensor:
-        mixing, scale = unknowns[:-1].view(self.rank, self.rank), unknowns[-1]
-        signals = (mixing @ self.logits).softmax(-1) - labels
-        return torch.cat([(signals.mT @ mixing - scale * self.u).flatten(), mixing @ self.rest_of_one - 1])
+        """What is left of the equations, starts × equations."""
+        mixing, scale = self._split(unknowns)
+        left = self._signals(mixing, labels).mT @ mixing - scale[:, None, None] * self.u
+        return torch.cat([left.flatten(1), mixing @ self.rest_of_one - 1], 1)
+
+    def _derivative(self, unknowns: Tensor, labels: Tensor) -> Tensor:
+        """Starts × equations × unknowns."""
+        mixing, _ = self._split(unknowns)
+        signals = self._signals(mixing, labels)
+        p, rank = signals + labels, self.rank
+        slope = p[..., None] * (self.logits.mT - (p @ self.logits.mT)[:, :, None])  # of p by the mixing: image, class, entry
+        by_mixing = torch.einsum("nicl,nik->nckil", slope, mixing)
+        by_mixing.diagonal(dim1=2, dim2=4).add_(signals.permute(0, 2, 1)[..., None])
+        by_scale = -self.u.flatten().expand(len(mixing), -1)[..., None]
+        ones = torch.einsum("ij,l->ijl", torch.eye(rank, dtype=torch.float64), self.rest_of_one).flatten(1)
+        if self.scale is not None:
+            by_scale = torch.zeros_like(by_scale)
+        first = torch.cat([by_mixing.flatten(3).flatten(1, 2), by_scale], 2)
+        return torch.cat([first, F.pad(ones, (0, 1)).expand(len(mixing), -1, -1)], 1)
+
+    def _split(self, unknowns: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixing and κ."""
+        return unknowns[:, :-1].view(-1, self.rank, self.rank), unknowns[:, -1]
 
     def _error(self, unknowns: Tensor, labels: Tensor) -> Tensor:
         """The length of what is left of the equations; not finite is infinite."""
-        return torch.nan_to_num(vmap(self._residual)(unknowns, labels).norm(dim=1), nan=torch.inf, posinf=torch.inf)
+        return torch.nan_to_num(self._residual(unknowns, labels).norm(dim=1), nan=torch.inf, posinf=torch.inf)
 
     def _step(self, unknowns: Tensor, labels: Tensor, damping: Tensor) -> Tensor:
         """Of Levenberg and Marquardt."""
-        derivative = vmap(jacrev(self._residual))(unknowns, labels)
-        left = vmap(self._residual)(unknowns, labels)
-        if self.scale is not None:
-            derivative[..., -1] = 0.0
+        derivative, left = self._derivative(unknowns, labels), self._residual(unknowns, labels)
         square = derivative.mT @ derivative
         diagonal = square.diagonal(dim1=1, dim2=2)
         floor = 1e-14 * diagonal.amax(1, keepdim=True) + 1e-30
