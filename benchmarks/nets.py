@@ -81,6 +81,7 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield f"{', '.join(suites)}, quick budget, realistic adversary, one gradient per update in training mode. Each cell:"
     yield "the verdict, identified images of all, and PSNR of the strongest attack, its counters included."
     audits = [name for name in AUDITS if name in parts]
+    yield f"{len(audits)} of {len(AUDITS)} audits are done."
     yield from table(("defense", *audits), (row(defense, audits, parts) for defense in ("none", *DEFENSES)))
     yield from commands("The commands:", (parts[name]["command"] for name in audits))
 

@@ -206,6 +206,7 @@ def test_victims_that_share_a_model_share_what_it_says_of_public_images(
 ) -> None:
     seen, _ = observe_victims(data=shapes, model="smlp", victims=3, batch_size=2)
     other, _ = observe_victims(data=shapes, model="smlp", victims=1, batch_size=2, seed=1)
+    other.append(dataclasses.replace(seen[0], task=dataclasses.replace(seen[0].task, std=2 * seen[0].task.std)))
     expected = [beliefs._computed(o) for o in (*seen, *other)]
     computed = Mock(wraps=beliefs._computed)
     monkeypatch.setattr(beliefs, "_computed", computed)
@@ -214,4 +215,4 @@ def test_victims_that_share_a_model_share_what_it_says_of_public_images(
         answer = beliefs.outputs(observation)
         assert torch.equal(answer, outputs)
         answer.zero_()  # what a caller does to it stays with the caller
-    assert computed.call_count == 2
+    assert computed.call_count == 3

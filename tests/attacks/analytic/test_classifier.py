@@ -59,6 +59,8 @@ def test_steps_use_the_derivative_of_the_equations(scale: float | None) -> None:
 
 def test_many_classes_and_images_are_read_in_bounded_work() -> None:
     assert affordable_starts(8, 10) == 64 and affordable_starts(16, 100) >= 4 > affordable_starts(64, 100)
+    gradient, bias = torch.rand(100, 70).double(), torch.rand(100).double()
+    assert read_gradient(gradient, bias, gradient, bias, torch.arange(64)) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -79,7 +79,7 @@ def _is_readable(observation: Observation, name: str) -> bool:
     if not isinstance(optimizer(observation.knowledge.training.optimizer), LocalSGD):
         return False
     classes, width = sent[f"{name}.weight"].shape
-    if count >= min(classes, width) or affordable_starts(count, classes) < _FEWEST or not observation.task.has_classes:
+    if count >= min(classes, width) or not observation.task.has_classes:
         return False
     return _is_cross_entropy(observation, classes) and _is_last(observation, name)
 
@@ -91,6 +91,8 @@ def read_gradient(
 
     `size` is the factor by which the gradient is too small; None: unknown.
     """
+    if affordable_starts(len(labels), len(bias)) < _FEWEST:
+        return None
     whole = torch.cat([gradient, bias_gradient[:, None]], 1)
     length = float(whole.norm())
     lost = None if size is None else len(labels) * size * length

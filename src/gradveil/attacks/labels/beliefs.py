@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil.core.gradients import ModelFunction
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
-from gradveil.core.types import Batch, Tensors
+from gradveil.core.types import Batch
 
 
 def public_images(observation: Observation) -> Batch | None:
@@ -19,11 +18,9 @@ def public_images(observation: Observation) -> Batch | None:
 
 
 class _Believed(NamedTuple):
-    """Outputs, and what they were computed from."""
+    """Outputs, and the objects that they were computed from."""
 
-    model: ModelFunction
-    state: Tensors
-    public: Batch | None
+    sources: tuple[object, ...]
     outputs: Tensor
 
 
@@ -32,9 +29,10 @@ _last: list[_Believed] = []  # at most one: the victims of an audit share a mode
 
 def outputs(observation: Observation) -> Tensor:
     """The model's outputs (images × outputs), of public images where there are any, else of noise."""
-    model, state, public = observation.model, observation.state, observation.knowledge.public
-    if not (_last and _last[0].model is model and _last[0].state is state and _last[0].public is public):
-        _last[:] = [_Believed(model, state, public, _computed(observation))]
+    task, public = observation.task, observation.knowledge.public
+    sources = (task.model, task.mean, task.std, observation.state, public)
+    if not (_last and all(now is then for now, then in zip(sources, _last[0].sources, strict=True))):
+        _last[:] = [_Believed(sources, _computed(observation))]
     return _last[0].outputs.clone()
 
 
