@@ -38,7 +38,7 @@ scaled down and what may explain a difference stands with each table.
 
 | question | page |
 |---|---|
-| Which defense survives which attack of the suite? | [standard-v2](suite.md), [on four networks](nets.md), [standard-v1](suite_v1.md) |
+| Which defense survives which attack? | [standard-v2](suite.md), [on four networks](nets.md), [standard-v1](suite_v1.md) |
 | Can images of a batch be told apart? After local epochs? | [batches](batches.md), [local epochs](local_epochs.md) |
 | Can somebody tell whether an image was used? | [line-up](line_up.md) |
 | What does a defense cost in accuracy? What does DP-SGD cost in time? | [accuracy](utility.md), [time](per_image.md) |
