@@ -27,6 +27,18 @@ def audit(steps):
 """
 DURING = AUDIT + "print('ready', flush=True); audit(10**6)"
 AFTER = AUDIT + "report = audit(2); print('ready', flush=True); time.sleep(100)"
+SWALLOWING = """
+import time
+from gradveil.processes import ending, temporary
+ending._UNHEARD = 2.5
+with ending.orderly(), temporary.TemporaryFolder():
+    try:
+        print("ready", flush=True)
+        time.sleep(50)
+    except KeyboardInterrupt:
+        print("swallowed", flush=True)
+    time.sleep(50)
+"""
 FORKED = """
 import os, sys, time
 from gradveil.processes.temporary import TemporaryFolder
@@ -111,6 +123,15 @@ def test_an_audit_from_python_that_is_asked_to_end_leaves_nothing(start, tempora
     _, said = process.communicate(timeout=60)
     assert process.returncode == -number, said
     assert "Traceback" not in said and folders(temporary) == []
+
+
+def test_a_request_to_end_that_is_swallowed_is_made_again(start, temporary: Path) -> None:
+    process = start("-c", SWALLOWING)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.stdout.readline() == "swallowed\n"
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM and folders(temporary) == [], said
 
 
 def test_what_a_killed_audit_leaves_is_removed_at_the_next_start_and_living_ones_are_kept(start, temporary: Path) -> None:

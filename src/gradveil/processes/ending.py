@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from types import FrameType
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _AGAIN = 2.0  # seconds: a signal so soon after another means the same, and must not disturb what ends
+_UNHEARD = 20.0  # seconds after which the process asks itself again: code that drops exceptions may have dropped this one
 
 
 @dataclass
@@ -84,8 +86,14 @@ def _handle(number: int, frame: FrameType | None) -> None:
         return
     _state.last, _state.received = time.monotonic(), number
     if _state.blocks:
+        start_new_thread(_ask_again, (number,))
         raise Terminated
     _end(number)
+
+
+def _ask_again(number: int) -> None:
+    time.sleep(_UNHEARD)
+    os.kill(os.getpid(), number)
 
 
 def _end(number: int) -> None:
