@@ -193,6 +193,7 @@ def test_defaults_stand_in_brackets(gradveil) -> None:
         "train": ["--rounds N Rounds of training. [20]", "--engine TEXT inline (this process), flower (simulation). [inline]"],
         "attack": ["--attack TEXT Repeat for several. [linear, rgap, swift]"],
         "search": ["--candidates N Random policies to score. [100]"],
+        "tune": ["--utility / --no-utility Train under the settings that hold, to see their cost. [on] --utility-model"],
     }.items():
         out = " ".join(gradveil(name, "--help")[1].split())
         for line in lines:

@@ -113,7 +113,8 @@ def _parameters(cls: type, prefix: str = "") -> list[inspect.Parameter]:
         option, inner = option_of(name, field, prefix), nested_class(field)
         kind: Any = bool if inner else _kind(field)
         names = f"{option}/--no-{option[2:]}" if kind is bool else option
-        text = _with_default(field.description or _choices(field), default_of(field))
+        default = default_of(field)
+        text = _with_default(field.description or _choices(field), ("on" if default else None) if inner else default)
         info = typer.Option(names, help=text, metavar=None if kind is bool else _METAVARS.get(kind, "TEXT"))
         parameters.append(_parameter(prefix + name, kind | None, info, None))
         parameters += _parameters(inner, f"{prefix}{name}_") if inner else []
