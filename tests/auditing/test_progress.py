@@ -67,6 +67,10 @@ def test_the_time_left_follows_from_the_work_that_is_done() -> None:
     forecast.begin("b")
     forecast.end("b", worked=False)  # it did not apply: neither work nor time
     assert forecast.left() == 40 * 60 / 10
+    forecast.begin("c")
+    clock.now += 300
+    forecast.progress("c", 0.1)  # slower than its weight said
+    assert forecast.cell("c") == (0.1, 300, pytest.approx(2700)) and forecast.left() == pytest.approx(2700)
     assert [clock_text(s) for s in (None, 65.2, 7210)] == ["unknown", "1:05", "2:00:10"]
 
 

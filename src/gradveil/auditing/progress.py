@@ -50,10 +50,14 @@ class Forecast:
         return share, elapsed, elapsed * (1 - share) / share if share >= TOLD else None
 
     def left(self) -> float | None:
-        """Seconds until all cells are done, if those at work and those to come go on like those before."""
+        """Seconds until all cells are done, if those to come go on like those before; no cell at work takes longer."""
         total = sum(self.weights.values()) - self.dropped
         done = self.ended + sum(self.weights.get(key, 0.0) * share for key, (_, share) in self.at_work.items())
-        return (self.clock() - self.begun) * (total - done) / done if done > TOLD * total else None
+        if done <= TOLD * total:
+            return None
+        return max(
+            (self.clock() - self.begun) * (total - done) / done, *(self.cell(key)[2] or 0.0 for key in self.at_work), 0.0
+        )
 
 
 def clock_text(seconds: float | None) -> str:
