@@ -55,6 +55,7 @@ PROTOCOL_WITHOUT = (
     *(f"core/{name}.py" for name in ("__init__", "errors", "hashing", "notebook", "progress", "settings", "text")),
     *(f"federation/{name}.py" for name in ("__init__", "checkpoint", "faults", "flower_engine", "history")),
 )
+COST = ("auditing/cost.py", "auditing/utility.py")
 METHODS = ("attacks", "defenses", "metrics")
 # No result of a cell depends on these.
 OTHERS = (
@@ -118,10 +119,10 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def covered() -> dict[str, tuple[int, set[Path]]]:
-    """Version and files of every attack, defense and metric, and of the protocol."""
+    """Version and files of every attack, defense and metric, of the cost in accuracy, and of the protocol."""
     from gradveil.attacks import lineup
     from gradveil.attacks import registry as attacks
-    from gradveil.auditing import case
+    from gradveil.auditing import case, utility
     from gradveil.defenses import registry as defenses
     from gradveil.metrics import direct_look
     from gradveil.metrics.registry import registered
@@ -133,7 +134,8 @@ def covered() -> dict[str, tuple[int, set[Path]]]:
     versions["direct look"] = (direct_look.VERSION, direct_look.__name__)
     versions["line-up"] = (lineup.VERSION, "gradveil.attacks.lineup.line_up")
     own_files = {name: (version, files_of(module, shared | others)) for name, (version, module) in versions.items()}
-    return {"protocol": (case.PROTOCOL, shared), **dict(sorted(own_files.items()))}
+    cost = (utility.VERSION, files(COST))
+    return {"protocol": (case.PROTOCOL, shared), "cost in accuracy": cost, **dict(sorted(own_files.items()))}
 
 
 def current() -> dict[str, dict[str, int | str]]:

@@ -49,6 +49,7 @@ NoticeCode = Literal[
     "only-rescaled",
     "seen-directly",
     "zero-updates",
+    "learnt-nothing",
     "broken-updates",
     "claimed-counter",
     "unknown-counter",
@@ -62,7 +63,7 @@ Doubt = Literal[
 # Why a defense is not recommended; docs/verdicts.md explains each.
 RejectionCode = Literal[
     "leaks", "cannot-tell", "weak-control", "no-counter", "few-victims", "coarse-test", "cost-not-measured", "too-costly",
-    "uncertain-cost", "near-chance", "costs-more", "failed-again",
+    "uncertain-cost", "near-chance", "nothing-to-lose", "costs-more", "failed-again",
 ]  # fmt: skip
 StepCode = Literal[
     "audit-defenses", "stronger-attacks", "more-private-images", "failed-attacks", "failed-training", "more-time",

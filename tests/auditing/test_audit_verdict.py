@@ -301,3 +301,13 @@ def test_cells_of_another_audit_are_refused_in_one_line(case):
 def test_codes_and_verdicts_are_texts_of_the_schema():
     schema = json.dumps(Summary.model_json_schema())
     assert all(json.dumps(text) in schema for text in (*get_args(Verdict), *get_args(NoticeCode)))
+
+
+def test_a_model_that_learnt_nothing_under_a_defense_is_told(digits):
+    case = make(digits, trained_epochs=1)
+    for accuracy, told in ((0.12, True), (0.9, False), (None, False)):
+        row = row_of(case, "clip", clip={"train": Outcome(history={"acc_test": (accuracy,)})})
+        assert ("learnt-nothing" in codes(row.warnings)) == told
+    assert "learnt-nothing" not in codes(
+        row_of(case, "gaussian", clip={"train": Outcome(history={"acc_test": (0.1,)})}).warnings
+    )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.plan import make_plan
+from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.core.errors import UserError
+from gradveil.storage.run_folder import RunFolder
 
 SPEC = {"data": "mnist-5k:private=60", "model": "lenet", "victims": 4, "batch_size": 2, "trained_epochs": 1}
 
@@ -18,6 +24,19 @@ def test_held_out_victims_take_no_part_in_the_training() -> None:
     victims = {tuple(x.flatten().tolist()) for v in range(4) for x in apart.batch(v).x}
     assert not victims & {tuple(x.flatten().tolist()) for x in apart.training_data.private.x}
     assert torch.equal(plain.victims, apart.victims) and plain.id != apart.id
+
+
+def test_the_accuracy_of_the_trained_model_is_kept(tmp_path) -> None:
+    case = Case(make_spec({**SPEC, "victims": 1, "defenses": ["none"], "attacks": ["rgap"]}))
+    run_audit(case, Execution(out=tmp_path / "run", workers=0))
+    (cell,) = make_plan(case).of("train", "none")
+    stored = RunFolder(tmp_path / "run").read(cell.key)
+    (accuracy,) = stored.history["acc_test"]
+    server = copy.deepcopy(case.server).eval()
+    server.load_state_dict(RunFolder(tmp_path / "run").tensors(cell.key))
+    test = case.data.test
+    scores = server((test.x - case.data.mean.view(-1, 1, 1)) / case.data.std.view(-1, 1, 1))
+    assert accuracy == pytest.approx((scores.argmax(1) == test.y).double().mean().item())
 
 
 def test_another_training_is_another_case_and_a_wrong_one_is_refused() -> None:

@@ -31,7 +31,7 @@ def recommendation(rows: list[DefenseRow], summary: dict[str, Any], **settings: 
     spec = AuditSpec(victims=case["victims"], batch_size=case["batch_size"], **settings)
     needed = [VictimsNeeded.model_validate(n) for n in summary["victims_needed"]]
     methods = {row.spec: method(row.spec) for row in rows}
-    return advise(Evidence(spec, rows, methods, needed, 1 / case["num_classes"], 2500))
+    return advise(Evidence(spec, rows, methods, needed, case["num_classes"], 2500))
 
 
 def method(text: str) -> Defense:

@@ -40,7 +40,7 @@ def control(**test: Any) -> DefenseRow:
 
 def advised(*rows: DefenseRow, **settings: Any) -> Recommendation:
     spec = AuditSpec(**{"victims": 16, "defenses": [r.spec for r in rows if method(r.spec).name], **settings})
-    return advise(Evidence(spec, rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 0.1, 2500))
+    return advise(Evidence(spec, rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 10, 2500))
 
 
 def reasons(recommendation: Recommendation) -> dict[str, tuple[str, ...]]:
@@ -67,10 +67,10 @@ def test_noise_at_chance_accuracy_on_four_victims_is_not_recommended() -> None:
     learnt_nothing = {"acc_test": 0.17, "pdm": 2.0, "overhead": 1.0, "acc_train": None, "acc_sensitive": None}
     noise = held("gaussian:std=1.0", worst=worst(4), utility={**learnt_nothing, "seconds_per_round": None, **TRAINED})
     rows = [control(), noise]
-    evidence = Evidence(AuditSpec(victims=4), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 1 / 6, 2500)
+    evidence = Evidence(AuditSpec(victims=4), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 6, 2500)
     outcome = advise(evidence)
     assert outcome.defense is None and reasons(outcome) == {"gaussian:std=1.0": ("few-victims", "near-chance")}
-    enough = Evidence(AuditSpec(victims=16), [control(), held(noise.spec, utility=noise.utility)], evidence.methods, (), 1 / 6)
+    enough = Evidence(AuditSpec(victims=16), [control(), held(noise.spec, utility=noise.utility)], evidence.methods, (), 6)
     assert reasons(advise(enough)) == {"gaussian:std=1.0": ("near-chance",)}, "however many victims"
 
 
@@ -167,6 +167,13 @@ def test_what_is_missing_is_one_command() -> None:
     assert "20 victims, attacks that are built to break the defense (prune-mask) and the cost in accuracy" in step.reason
 
 
+def test_no_evidence_is_gathered_for_what_leaks() -> None:
+    rows = (control(), held("prune:ratio=0.9", None), defense("soteria", "leaks"), held("dcs2", 50.0))
+    (step,) = advised(*rows).next_steps
+    assert step.reason == "What is missing for prune:ratio=0.9: the cost in accuracy."
+    assert spec_of(step).defenses == ("none", "prune:ratio=0.9")
+
+
 def test_a_counter_that_was_left_out_of_the_suite_is_taken_back_into_it() -> None:
     lacking = held("prune:ratio=0.9", 1.0, "unrefuted", counter=["prune-mask"])
     settings: dict[str, Any] = {"victims": 32, "without": ["prune-mask", "soteria-drop"], "utility": True}
@@ -215,7 +222,7 @@ def test_a_command_that_would_be_refused_is_left_out() -> None:
             return self
 
     rows = (control(), held("dcs2", None))
-    outcome = advise(Evidence(Picky(victims=16), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 0.1, 2500))
+    outcome = advise(Evidence(Picky(victims=16), rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 10, 2500))
     assert [(step.code, step.command) for step in outcome.next_steps] == [("complete-evidence", None)]
 
 
@@ -228,7 +235,7 @@ def test_more_victims_than_the_data_has_are_not_asked_for() -> None:
     rows = [control(), held("prune", test=TEST | {"p": 0.4, "detectable": 0.4})]
     methods = {r.spec: method(r.spec) for r in rows}
     for needed, private in (([VictimsNeeded(share=0.25, victims=None)], 2500), (NEEDED, 20)):
-        steps = advise(Evidence(AuditSpec(victims=16, utility=True), rows, methods, needed, 0.1, private)).next_steps
+        steps = advise(Evidence(AuditSpec(victims=16, utility=True), rows, methods, needed, 10, private)).next_steps
         assert [(step.code, step.command) for step in steps] == [("more-private-images", None)]
 
 
@@ -266,6 +273,18 @@ def test_a_search_is_advised_until_a_leak_and_too_high_a_price_are_neighbours() 
     assert step.code == "no-setting-left" and step.reason.startswith("No setting was found: none is left to try between")
 
 
+def test_a_defense_whose_strongest_settings_send_the_same_is_not_searched_again() -> None:
+    change = {"cosine": 0.1, "noise_ratio": 1.0, "norm": 1.0}
+    rows = [defense(f"prune:ratio={ratio}", "leaks", gradient=change) for ratio in (0.9999, 0.99999)]
+    rows = [control(), *rows, defense("dpsgd:noise=0.1", "no leak shown", 20.0)]
+    first, second, *_ = advised(*rows, utility=True).next_steps
+    assert spec_of(first).defenses == ("dpsgd:noise=0.1",)
+    assert second.reason == "No setting was found: prune:ratio=0.99999 leaks, and a stronger one sends the same."
+    rows[1] = defense("prune:ratio=0.9999", "leaks", gradient=change | {"cosine": 0.2})
+    first, *_ = advised(*rows, utility=True).next_steps
+    assert spec_of(first).defenses == ("prune:ratio=0.99999", "dpsgd:noise=0.1")
+
+
 def test_a_setting_that_leaks_and_costs_too_much_is_not_made_stronger() -> None:
     rows = (control(), defense("gaussian:std=0.01", "leaks", 0.0), defense("gaussian:std=0.1", "leaks", 12.5))
     first, second, *others = advised(*rows, utility=True).next_steps
@@ -284,7 +303,7 @@ def test_a_setting_that_costs_too_much_is_made_milder() -> None:
 def test_of_python_objects_the_steps_are_in_words() -> None:
     rows = (control(), defense("gaussian:std=0.001", "leaks"))
     spec = AuditSpec(model=lambda: None, defenses=["gaussian:std=0.001"])
-    steps = advise(Evidence(spec, rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 0.1, 2500)).next_steps
+    steps = advise(Evidence(spec, rows, {r.spec: method(r.spec) for r in rows}, NEEDED, 10, 2500)).next_steps
     assert len(steps) == 3 and all(step.command is None for step in steps)
     assert steps[0].reason.startswith("gaussian:std=0.001 leaks.")
 
@@ -345,11 +364,19 @@ def test_a_loss_that_may_be_too_large_is_not_recommended_but_measured_with_more_
     assert reasons(costly) == {"prune:ratio=0.9": ("too-costly",)}
 
 
+def test_nothing_is_recommended_because_it_learns_more_than_an_undefended_model_that_learns_nothing() -> None:
+    rows = [control(), held("dpsgd", -400.0)]
+    rows[0] = rows[0].model_copy(update={"utility": rows[0].utility and rows[0].utility.model_copy(update={"acc_test": 0.13})})
+    outcome = advised(*rows, utility=True)
+    assert outcome.defense is None and reasons(outcome) == {"dpsgd": ("nothing-to-lose",)}
+    assert [step.code for step in outcome.next_steps] == ["complete-evidence"] and outcome.candidates == ["dpsgd"]
+
+
 def test_where_the_undefended_model_learns_nothing_a_longer_training_is_next() -> None:
     rows = [control(), held("prune:ratio=0.9", 0.0)]
     rows = [r.model_copy(update={"utility": r.utility and r.utility.model_copy(update={"acc_test": 0.11})}) for r in rows]
     outcome = advised(*rows, utility={"seeds": 2})
-    assert reasons(outcome) == {"prune:ratio=0.9": ("near-chance",)}
+    assert reasons(outcome) == {"prune:ratio=0.9": ("nothing-to-lose",)}
     (step,) = outcome.next_steps
     assert step.code == "complete-evidence" and step.reason.endswith("80 rounds of the training.")
     assert step.command is not None and step.command.endswith("--utility --utility-seeds 2 --utility-rounds 80")

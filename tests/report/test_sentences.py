@@ -174,7 +174,7 @@ def _rows_of(
         worst=Worst(identified=rate, scored=images, attacks=1, by_victim=()) if ran and test else None,
         look=draw(st.sampled_from([None, *LOOKS])) if test else None,
     )  # fmt: skip
-    return row.model_copy(update={"warnings": defense_notices(case, method, observed, cells, row)})
+    return row.model_copy(update={"warnings": defense_notices(case, method, (), observed, cells, row)})
 
 
 def everything_said(summary: Summary) -> dict[str, str]:

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradveil.attacks.suite import suite_named
+from gradveil.auditing.notices import is_near_chance
 from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
 from gradveil.auditing.strength import NEAR, StrengthScale
 from gradveil.auditing.tuning.spec import MOST_FAMILIES, TuneSpec
 from gradveil.core.errors import UserError
+from gradveil.core.results import GradientChange
 from gradveil.core.text import duration, listing, plural
 from gradveil.defenses.base import Defense
 from gradveil.defenses.gradient.dpsgd import DpSgd
@@ -34,7 +36,6 @@ from gradveil.summary import (
 # Of 16 images without a hit at most 21% leak (95% interval). Images of a batch share one update, hence several batches.
 LEAST_IMAGES, LEAST_BATCHES = 16, 8
 MOST_UNSEEN = 0.25  # share of leaking images above which a leak must be seen with a probability of 80%
-LEAST_LEARNT = 0.1  # of the way from a guess to no error; a model below it has learnt too little to measure a cost
 DP = "dpsgd:clip=1.0,noise=1.0"
 DP_START = "dpsgd:noise=0.01"  # where a search begins
 LARGER, LARGEST = 8, 64  # images in a batch that is proposed
@@ -50,7 +51,7 @@ class Evidence:
     rows: Sequence[DefenseRow]
     methods: Mapping[str, Defense]  # by the text of the row
     needed: Sequence[VictimsNeeded] = ()
-    chance: float | None = None  # accuracy of a guess; None: the targets are no classes
+    classes: int | None = None  # None: the targets are no classes
     private: int = 0  # images
     cost_left_out: float | None = None  # CPU seconds of the trainings for which there was no time
     unpriced: Collection[str] = ()  # defenses whose cost was not to be measured
@@ -72,9 +73,9 @@ class Evidence:
 
     def near_chance(self, row: DefenseRow | None) -> bool:
         """Whether the model was measured and has learnt next to nothing."""
-        if row is None or row.accuracy is None or self.chance is None:
+        if row is None or row.accuracy is None or self.classes is None:
             return False
-        return row.accuracy < self.chance + LEAST_LEARNT * (1 - self.chance)
+        return is_near_chance(row.accuracy, self.classes)
 
     def images(self, row: DefenseRow) -> int:
         """Images that took part in the test."""
@@ -133,6 +134,8 @@ def reasons_against(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode,
 
 def cost_reasons(evidence: Evidence, row: DefenseRow) -> tuple[RejectionCode, ...]:
     """What speaks against its cost in accuracy."""
+    if row.loss is not None and evidence.near_chance(evidence.control):
+        return ("nothing-to-lose",)
     applies: dict[RejectionCode, bool] = {
         "cost-not-measured": row.loss is None or row.accuracy is None,
         "too-costly": row.loss is not None and row.loss > evidence.spec.max_loss,
@@ -161,8 +164,7 @@ def _steps(evidence: Evidence, reasons: Reasons) -> Iterator[NextStep]:
         return
     if not evidence.strong_control:
         yield _stronger_attacks(evidence)
-    # Where the model learns nothing without a defense either, that is no fault of a defense.
-    final = {"leaks", "too-costly"} | (set[str]() if evidence.near_chance(evidence.control) else {"near-chance"})
+    final = {"leaks", "too-costly", "near-chance"}
     open_rows = [row for row in evidence.audited if not final & set(reasons[row.spec])]
     if open_rows and evidence.strong_control:
         yield from _complete(evidence, open_rows, reasons)
@@ -200,7 +202,8 @@ def _stronger_attacks(evidence: Evidence) -> NextStep:
 def _complete(evidence: Evidence, rows: Sequence[DefenseRow], reasons: Reasons) -> Iterator[NextStep]:
     """What is missing of the evidence for defenses that may hold."""
     rows = [row for row in rows if row.spec not in evidence.unpriced] or rows
-    changes: dict[str, object] = {}
+    # Defenses that are out of the question stay out: measuring what they cost can take longer than all the rest.
+    changes: dict[str, object] = {"defenses": [row.spec for row in evidence.rows if row.control or row in rows]}
     missing: list[str] = []
     codes = {code for row in rows for code in reasons[row.spec]}
     doubts = {doubt for row in rows for doubt in row.doubts}
@@ -254,7 +257,7 @@ def _longer_training(evidence: Evidence, codes: Collection[RejectionCode]) -> di
     measured, changes = evidence.control.utility if evidence.control else None, dict[str, int]()
     if measured and "uncertain-cost" in codes:
         changes["seeds"] = 2 * measured.seeds
-    if measured and "near-chance" in codes:
+    if measured and "nothing-to-lose" in codes:
         changes["rounds"] = 4 * measured.rounds
     return changes
 
@@ -282,6 +285,7 @@ class Family:
     leaking: dict[float, str] = field(default_factory=dict)  # by level
     costly: dict[float, str] = field(default_factory=dict)
     hopeless: list[str] = field(default_factory=list)  # which leak and cost too much
+    changes: dict[float, GradientChange | None] = field(default_factory=dict)  # of the update, by level
 
     @property
     def start(self) -> tuple[str, str]:
@@ -299,6 +303,10 @@ class Family:
         if self.hopeless:
             return f"{self.hopeless[-1]} leaks and costs too much already, so that a stronger one is no use"
         weak, strong = max(self.leaking, default=None), min(self.costly, default=None)
+        last = sorted(self.changes)[-2:]
+        same = len(last) == 2 and self.changes[last[0]] == self.changes[last[1]] is not None
+        if same and all(level in self.leaking for level in last):
+            return f"{self.leaking[last[1]]} leaks, and a stronger one sends the same"
         if weak is None or strong is None or strong - weak > NEAR:
             return None
         return f"none is left to try between {self.leaking[weak]}, which leaks, and {self.costly[strong]}, which costs too much"
@@ -310,6 +318,7 @@ def _families(evidence: Evidence) -> list[Family]:
         scale = StrengthScale.of(evidence.methods[row.spec])
         if scale is not None:
             family = families.setdefault(scale.family, Family())
+            family.changes[scale.level] = row.gradient
             (family.leaking if row.verdict == LEAKS else family.costly)[scale.level] = row.spec
             if row.verdict == LEAKS and row.loss is not None and row.loss > evidence.spec.max_loss:
                 family.hopeless.append(row.spec)

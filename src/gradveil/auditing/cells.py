@@ -26,16 +26,18 @@ from gradveil.auditing.utility import CLIENTS, IMAGES
 from gradveil.auditing.work import Work, one_thread
 from gradveil.client import Client, prepare_client, summed_round
 from gradveil.core.errors import UserError, one_line
+from gradveil.core.gradients import ModelFunction
 from gradveil.core.loops import run_by
 from gradveil.core.observation import Observation, Reconstruction, Sighting, Trace, observe
 from gradveil.core.progress import Steps
-from gradveil.core.randomness import TorchStream, seeded
+from gradveil.core.randomness import TorchStream, generator, seeded
 from gradveil.core.results import Against, ImageScores, finite
 from gradveil.core.task import Task
 from gradveil.core.types import Batch, Tensors, Update, widened
 from gradveil.core.update_change import mean_change, update_change
 from gradveil.defenses.base import Defense, Setup
 from gradveil.federation import FederationPlan, central_plan, train, train_central
+from gradveil.federation.evaluate import evaluate
 from gradveil.metrics import Scores, baseline, batch_numbers, likeness_table, score_all, summarize
 from gradveil.metrics.direct_look import direct_look
 from gradveil.processes.scheduler import OutOfMemory
@@ -351,7 +353,8 @@ def _train(work: Work) -> Result:
     if spec.trained_epochs:
         plan, cache = central_plan(spec.trained_by, spec.trained_epochs, spec.seed), work.folder.cache
         training = partial(train_central, loss=case.loss, cache=cache, progress=work.stage)
-        return Outcome(), training(case.server, case.training_data, work.defense, plan)
+        state = training(case.server, case.training_data, work.defense, plan)
+        return Outcome(history={"acc_test": (_accuracy(case, work.defense, state),)}), state
     data = case.training_data
     clients = min(CLIENTS, len(data.private))
     images = min(IMAGES // CLIENTS, len(data.private) // clients)
@@ -359,6 +362,14 @@ def _train(work: Work) -> Result:
     folder, loss = work.folder.cache, spec.loss
     history = train(case.server, data, work.defense, federation, loss=loss, cache=folder, progress=work.stage)
     return Outcome(history={name: tuple(getattr(history, name)) for name in CURVES}), history.state
+
+
+def _accuracy(case: Case, defense: Defense, state: Tensors) -> float | None:
+    """Of a trained state on the test part, as a server evaluates it; None where targets are no classes."""
+    task, _ = case.task(defense, None, state)
+    evaluated = case.data.task(ModelFunction(task.model.module, case.loss))
+    correct, _ = evaluate(evaluated, state, case.data.test, generator(case.spec.seed, "evaluate"))
+    return finite(float(correct.double().mean()))
 
 
 def _utility(work: Work) -> Result:

@@ -14,6 +14,7 @@ from torch import nn
 
 from gradveil import models
 from gradveil.auditing.case import Case
+from gradveil.auditing.notices import is_near_chance
 from gradveil.auditing.spec import CONTROL
 from gradveil.auditing.utility import LAST, VALIDATION, UtilityTraining, in_words, sends_as_audited
 from gradveil.auditing.work import Work
@@ -26,6 +27,8 @@ from gradveil.federation import FederationPlan, History, train
 from gradveil.storage.run_folder import Curve, Outcome, StoredCell
 from gradveil.summary import UtilityRow
 
+VALIDATED = "acc_validation"  # with the factor on the learning rate behind it
+LARGER, MOST_LARGER = 4, 3  # factor between learning rates beyond the grid, and how many of them are tried
 CURVES = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
 
 
@@ -47,13 +50,24 @@ class CostTrainings:
         self._tried = len(training.factors) if len(training.factors) > 1 else 0
         # Without the defended clients is another question only where others remain, and the same for every defense.
         self._absent = work.cell.defense == CONTROL and self._plan.num_defended < self._plan.clients
-        rounds = training.seeds * (1 + self._absent) * self._plan.rounds
-        self._done, self._rounds = 0, rounds + self._tried * self._short.rounds
+        self._final = training.seeds * (1 + self._absent) * self._plan.rounds
+        self._done, self._rounds = 0, self._final + self._tried * self._short.rounds
 
     def run(self) -> Outcome:
+        """The trainings at the chosen rate; at the next smaller one where a model that learnt in the choice does not now."""
+        chosen: dict[str, Curve] = {}
+        first, *smaller = self._rates(chosen)
+        outcome = self._trained(first)
+        for rate in smaller:
+            if not any(map(self._is_near_chance, by_seed(outcome, "acc_train"))):
+                break
+            self._rounds += self._final
+            outcome = self._trained(rate)
+        return outcome.model_copy(update={"history": chosen | outcome.history})
+
+    def _trained(self, server_lr: float) -> Outcome:
         """The curves of later trainings of the same kind have their number behind the name."""
         curves: dict[str, Curve] = {}
-        server_lr = self._choose(curves)
         events: list[dict[str, int | str | None]] = []
         for turn in Loop(self.training.seeds, shared=True):
             plan = dataclasses.replace(self._plan, seed=self._plan.seed + turn, server_lr=server_lr)
@@ -66,18 +80,42 @@ class CostTrainings:
                 curves[f"acc_absent{number}"] = tuple(self._train(turn, absent, self.case.data).acc_test)
         return Outcome(history=curves, events=tuple(events), server_lr=server_lr)
 
-    def _choose(self, curves: dict[str, Curve]) -> float:
-        """The server's learning rate with the best accuracy on validation images, after half of the rounds."""
-        factors, best = self.training.factors, (-1.0, 1.0)
+    def _rates(self, curves: dict[str, Curve]) -> list[float]:
+        """The server's learning rates to train with, by the accuracy on validation images after half of the rounds.
+
+        First the smallest whose accuracy is within a standard error of the best: larger ones are nearer to the rate at which
+        trainings fail. Smaller ones that teach the model follow, best first. Where the largest of the grid is best, or none
+        teaches anything, larger ones are tried too: a model that does not learn without a defense either has no cost.
+        """
+        factors, accuracies = self.training.factors, dict[float, float]()
         if not self._tried:
-            return factors[0]
+            return [factors[0]]
         data, plan = _with_validation(self.case.data, self._short)
+
+        def attempt(factor: float) -> None:
+            curve = tuple(self._train(0, dataclasses.replace(plan, server_lr=factor), data).acc_test)
+            curves[f"{VALIDATED}@{factor:g}"] = curve
+            accuracies[factor] = -1.0 if (accuracy := last_mean(curve)) is None else accuracy
+
         for place in Loop(self._tried, shared=True):
-            curve = self._train(0, dataclasses.replace(plan, server_lr=factors[place]), data).acc_test
-            curves[f"acc_validation@{factors[place]:g}"] = tuple(curve)
-            accuracy = last_mean(tuple(curve))
-            best = max(best, (-1.0 if accuracy is None else accuracy, factors[place]), key=lambda pair: pair[0])
-        return best[1]
+            attempt(factors[place])
+        for _ in range(MOST_LARGER):
+            best, largest = max(accuracies, key=accuracies.__getitem__), max(accuracies)
+            if accuracies[best] < 0 or (best < largest and not self._is_near_chance(curves[f"{VALIDATED}@{best:g}"])):
+                break
+            self._rounds += self._short.rounds
+            attempt(LARGER * largest)
+        best = max(accuracies, key=accuracies.__getitem__)
+        learnt = [f for f in accuracies if accuracies[f] >= 0 and not self._is_near_chance(curves[f"{VALIDATED}@{f:g}"])]
+        if best not in learnt:
+            return [best]
+        error = math.sqrt(accuracies[best] * (1 - accuracies[best]) / len(data.test))
+        first = min(f for f in learnt if accuracies[f] >= accuracies[best] - error)
+        return [first, *sorted((f for f in learnt if f < first), key=accuracies.__getitem__, reverse=True)]
+
+    def _is_near_chance(self, curve: Curve) -> bool:
+        accuracy = last_mean(curve)
+        return accuracy is not None and is_near_chance(accuracy, self.case.data.num_classes)
 
     def _train(self, turn: int, plan: FederationPlan, data: DataSet) -> History:
         def progress(stage: str, done: int, total: int) -> None:
@@ -104,14 +142,14 @@ def utility_plan(case: Case) -> FederationPlan:
     return case.spec.utility.plan(case.training, case.spec.batch_size, len(case.data.private), case.spec.seed)
 
 
-def by_seed(cell: StoredCell, curve: str) -> list[Curve]:
+def by_seed(cell: Outcome, curve: str) -> list[Curve]:
     """The curves of this name of all trainings."""
     return [values for name, values in cell.history.items() if name.partition("@")[0] == curve]
 
 
 def last_mean(curve: Curve) -> float | None:
     """The mean of the last values that were measured: single ones change much from round to round."""
-    measured = [value for value in curve if value is not None][-LAST:]
+    measured = [value for value in curve if value is not None and not math.isnan(value)][-LAST:]
     return sum(measured) / len(measured) if measured else None
 
 
@@ -172,7 +210,7 @@ def utility_row(case: Case, trained: StoredCell | None, clean: StoredCell | None
         rounds=plan.rounds,
         lr=plan.lr,
         server_lr=trained.server_lr or 1.0,
-        tried=training.factors,
+        tried=tuple(float(name.partition("@")[2]) for name in trained.history if name.startswith(VALIDATED)) or (1.0,),
     )
 
 

@@ -10,7 +10,13 @@ from gradveil.metrics.leak_test import LEAST_EXCESS, LEVEL
 from gradveil.storage.run_folder import StoredCell
 from gradveil.summary import LEAKS, DefenseRow, Notice, NoticeCode
 
+LEAST_LEARNT = 0.1  # of the way from a guess to no error; a model below it has learnt too little to measure a cost
 SAME = 0.999  # agreement from which on updates are the undefended ones up to their size
+
+
+def is_near_chance(accuracy: float, classes: int) -> bool:
+    """Whether a model has learnt next to nothing."""
+    return accuracy < 1 / classes + LEAST_LEARNT * (1 - 1 / classes)
 
 
 def only_rescaled(observed: StoredCell) -> bool:
@@ -82,9 +88,14 @@ def audit_notices(case: Case, defenses: Sequence[DefenseRow], weak: Sequence[str
 
 
 def defense_notices(
-    case: Case, defense: Defense, observed: StoredCell, attacked: Sequence[StoredCell], row: DefenseRow
+    case: Case,
+    defense: Defense,
+    trained: Sequence[StoredCell],
+    observed: StoredCell,
+    attacked: Sequence[StoredCell],
+    row: DefenseRow,
 ) -> tuple[Notice, ...]:
-    """What concerns one defense. `row` has no notices yet."""
+    """What concerns one defense. `trained` is the training of the attacked model, if any. `row` has no notices yet."""
     texts: dict[NoticeCode, str] = {}
     test, look = row.test, row.look
     if observed.status != "ok":
@@ -109,6 +120,12 @@ def defense_notices(
         )
     if observed.zero_updates:
         texts["zero-updates"] = f"{observed.zero_updates} updates are all zero: nothing is learnt from them, nor leaked"
+    accuracies = [accuracy for cell in trained for accuracy in cell.history.get("acc_test", ())[-1:] if accuracy is not None]
+    if accuracies and is_near_chance(accuracies[0], case.data.num_classes):
+        texts["learnt-nothing"] = (
+            f"the attacked model, trained under it, is right for {accuracies[0]:.0%} of the test images, hardly better than "
+            "a guess: what it sends says little of a model that learns"
+        )
     if observed.broken_updates:
         texts["broken-updates"] = f"{observed.broken_updates} updates hold values that are not finite"
     failed = [cell.attack or "the direct look" for cell in attacked if cell.status == "failed"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil.attacks import lineup
 from gradveil.attacks.base import Attack, Cost, Workload
 from gradveil.attacks.suite import suite_attacks, suite_named
+from gradveil.auditing import utility
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import written
 from gradveil.core.hashing import digest, short_hash, source_hash
@@ -97,7 +98,7 @@ def make_plan(case: Case, unpriced: Collection[str] = ()) -> Plan:
         if case.spec.candidates:
             cells.append(_cell(case, "line-up", [lineup.VERSION, case.spec.candidates], text, needs=[*train, honest]))
         if case.spec.utility and text not in unpriced:
-            cells.append(_cell(case, "utility", [*code, case.spec.utility.model_dump()], text))
+            cells.append(_cell(case, "utility", [*code, utility.VERSION, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))
 
 

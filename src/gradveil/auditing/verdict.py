@@ -72,10 +72,10 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
     facts |= {"mean": tuple(data.mean.tolist()), "std": tuple(data.std.tolist())}
     granted = dict.fromkeys(item for cell in cells.values() for item in cell.granted)
     needed = needed_for_shares(control.background, control.leaked) if control.ran else ()
-    chance = 1 / data.num_classes if data.has_classes else None
+    classes = data.num_classes if data.has_classes else None
     cost = sum(cell.expected_cpu_seconds or 0.0 for cell in cells.values() if cell.status == "not run") or None
     unpriced = [text for text in case.defenses if case.spec.utility and not plan.of("utility", text)]
-    evidence = Evidence(case.spec, defenses, case.defenses, needed, chance, len(data.private), cost, unpriced)
+    evidence = Evidence(case.spec, defenses, case.defenses, needed, classes, len(data.private), cost, unpriced)
     return Summary(
         gradveil=__version__,
         suite=suite_name(case),
@@ -286,7 +286,8 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
     )
-    return row.model_copy(update={"warnings": defense_notices(case, defense, observed, all_cells, row)})
+    trained = [cells[cell.key] for cell in plan.of("train", text)]
+    return row.model_copy(update={"warnings": defense_notices(case, defense, trained, observed, all_cells, row)})
 
 
 def _rows(case: Case, counters: Counters, cell: Cell, stored: StoredCell) -> Iterable[AttackRow]:

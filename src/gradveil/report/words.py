@@ -297,6 +297,7 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
             f"it loses {loss}% of the accuracy, but a loss of {most_lost}% is not excluded (at most {limit}% may be lost)"
         ),
         "near-chance": f"with it the model learns next to nothing (accuracy {percent(row.accuracy, 1)})",
+        "nothing-to-lose": "without a defense the model learns next to nothing here, so that its cost cannot be told",
         "costs-more": f"it loses more accuracy ({loss}%)",
         "failed-again": "it, or a stronger setting of it, did not hold on fresh victims",
     }[code]

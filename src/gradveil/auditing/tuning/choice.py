@@ -12,7 +12,9 @@ from gradveil.certification.certificate import percent
 from gradveil.core.text import listing
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCode
 
-OF_THE_COST: frozenset[RejectionCode] = frozenset(("cost-not-measured", "too-costly", "uncertain-cost", "near-chance"))
+OF_THE_COST: frozenset[RejectionCode] = frozenset(
+    ("cost-not-measured", "too-costly", "uncertain-cost", "near-chance", "nothing-to-lose")
+)
 
 
 def standing_of(row: DefenseRow, control: DefenseRow, risk: float | None) -> tuple[Standing, Basis]:
@@ -152,6 +154,7 @@ _FAULTS: dict[RejectionCode, str] = {
     "too-costly": "it loses too much accuracy",
     "uncertain-cost": "it may lose too much accuracy",
     "near-chance": "with it the model learns next to nothing",
+    "nothing-to-lose": "without a defense the model learns next to nothing here, so that its cost cannot be told",
     "costs-more": "it costs more",
     "failed-again": "it or a stronger setting did not hold on fresh victims",
 }
@@ -168,6 +171,6 @@ def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
             return "Every setting that was tried leaks."
         return f"No setting that was tried holds: {leaking} of {len(settings)} leak, and of the others it cannot be told."
     near = min(held, key=lambda s: ("failed-again" in s.reasons, s.loss is None, s.loss or 0.0))
-    price = f" (it loses {loss_text(near)})" if near.loss is not None else ""
+    price = f" (it loses {loss_text(near)})" if near.loss is not None and "nothing-to-lose" not in near.reasons else ""
     faults = listing(_FAULTS[code] for code in near.reasons) or "there was no time to audit it on fresh victims"
     return f"No setting that was tried survives and {limits}. The nearest is {near.spec}{price}, but {faults}."

@@ -189,10 +189,10 @@ class _Tune:
 
     def _evidence(self, spec: AuditSpec, summary: Summary) -> Evidence:
         methods, data = {row.spec: defense_methods.parse(row.spec) for row in summary.defenses}, self.case.data
-        chance = 1 / data.num_classes if data.has_classes else None
+        classes = data.num_classes if data.has_classes else None
         unpriced = [row.spec for row in summary.defenses if row.utility is None]
         needed, cost = summary.victims_needed, summary.cost_left_out
-        return Evidence(spec, summary.defenses, methods, needed, chance, len(data.private), cost, unpriced)
+        return Evidence(spec, summary.defenses, methods, needed, classes, len(data.private), cost, unpriced)
 
     def confirm(self) -> bool:
         """Audit the cheapest eligible setting on fresh victims. Whether it did not hold there, so that the search goes on."""
