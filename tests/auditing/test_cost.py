@@ -264,7 +264,7 @@ def test_rates_beyond_the_grid_are_tried_until_the_model_learns_and_a_larger_one
 
     slow, tried = rates(1e-3, "1,4")  # neither teaches anything in so few rounds
     assert tried[:3] == [1.0, 4.0, 16.0] and len(tried) <= 5 and slow is not None and slow >= 16
-    assert rates(0.1, "1,64")[1] == [1.0, 64.0], "a model that learns at another rate than the largest needs no more"
+    assert sorted(rates(0.1, "0.25,1,64")[1]) == [0.25, 1.0, 64.0], "a model that learns best within the grid needs no more"
     assert rates(1e-3, "1") == (1.0, []), "a single rate is what the user wants"
 
 
@@ -287,6 +287,8 @@ class Trainings(CostTrainings):
         ({1.0: 0.83, 0.25: 0.82, 4.0: 0.50}, {0.25: 0.85}, 0.25),  # as good, and further from where trainings fail
         ({1.0: 0.95, 0.25: 0.80, 4.0: 0.50}, {1.0: 0.50, 0.25: 0.85}, 0.25),  # it failed after all
         ({1.0: 0.95, 0.25: 0.52, 4.0: 0.50}, {1.0: 0.50}, 1.0),  # nothing smaller teaches anything
+        ({1.0: 0.60, 0.25: 0.80, 4.0: 0.50, 1 / 16: 0.90, 1 / 64: 0.70}, {1 / 16: 0.85}, 1 / 16),  # noise wants small steps
+        ({1.0: 0.51, 0.25: 0.52, 4.0: 0.50, 16.0: 0.50, 1 / 16: 0.80, 1 / 64: 0.55}, {1 / 16: 0.85}, 1 / 16),
     ],
 )
 def test_a_rate_at_which_trainings_fail_is_given_up_for_a_smaller_one(

@@ -28,7 +28,7 @@ from gradveil.storage.run_folder import Curve, Outcome, StoredCell
 from gradveil.summary import UtilityRow
 
 VALIDATED = "acc_validation"  # with the factor on the learning rate behind it
-LARGER, MOST_LARGER = 4, 3  # factor between learning rates beyond the grid, and how many of them are tried
+BEYOND, MOST_BEYOND = 4, 3  # factor between learning rates beyond the grid, and how many of them are tried
 CURVES = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
 
 
@@ -84,8 +84,8 @@ class CostTrainings:
         """The server's learning rates to train with, by the accuracy on validation images after half of the rounds.
 
         First the smallest whose accuracy is within a standard error of the best: larger ones are nearer to the rate at which
-        trainings fail. Smaller ones that teach the model follow, best first. Where the largest of the grid is best, or none
-        teaches anything, larger ones are tried too: a model that does not learn without a defense either has no cost.
+        trainings fail. Smaller ones that teach the model follow, best first. Where the best is the largest or the smallest of
+        the grid, rates beyond it are tried too: noise wants small ones, and a model that learns nothing undefended has no cost.
         """
         factors, accuracies = self.training.factors, dict[float, float]()
         if not self._tried:
@@ -97,16 +97,21 @@ class CostTrainings:
             curves[f"{VALIDATED}@{factor:g}"] = curve
             accuracies[factor] = -1.0 if (accuracy := last_mean(curve)) is None else accuracy
 
+        def learns(factor: float) -> bool:
+            return accuracies[factor] >= 0 and not self._is_near_chance(curves[f"{VALIDATED}@{factor:g}"])
+
         for place in Loop(self._tried, shared=True):
             attempt(factors[place])
-        for _ in range(MOST_LARGER):
-            best, largest = max(accuracies, key=accuracies.__getitem__), max(accuracies)
-            if accuracies[best] < 0 or (best < largest and not self._is_near_chance(curves[f"{VALIDATED}@{best:g}"])):
-                break
-            self._rounds += self._short.rounds
-            attempt(LARGER * largest)
         best = max(accuracies, key=accuracies.__getitem__)
-        learnt = [f for f in accuracies if accuracies[f] >= 0 and not self._is_near_chance(curves[f"{VALIDATED}@{f:g}"])]
+        for turn in range(MOST_BEYOND):
+            smallest, largest = min(accuracies), max(accuracies)
+            if accuracies[best] < 0 or (learns(best) and best not in (smallest, largest)):
+                break
+            larger = best == largest if learns(best) else turn % 2 == 0  # where none teaches anything, both ways
+            self._rounds += self._short.rounds
+            attempt(BEYOND * largest if larger else smallest / BEYOND)
+            best = max(accuracies, key=accuracies.__getitem__)
+        learnt = list(filter(learns, accuracies))
         if best not in learnt:
             return [best]
         error = math.sqrt(accuracies[best] * (1 - accuracies[best]) / len(data.test))
