@@ -1,223 +1,119 @@
-"""Write docs/results/utility.md: what each defense costs in accuracy and time, in a federation of ten clients.
+"""What each defense costs in accuracy and time, in federations of ten clients, each defense at a learning rate of its own.
 
-    python benchmarks/utility.py mnist-5k --seeds 3
-    python benchmarks/utility.py cifar10 --images-per-client 500 --rounds 15
+    GRADVEIL_DATA=… python benchmarks/utility.py run --federations mnist-2000 --defenses dpsgd --runs FOLDER
+    python benchmarks/utility.py write
 
-Every run is kept in `--work` and resumed where it stopped. PDM is the loss of test accuracy against the undefended run
-with the same seed, in points. Crafting defenses, whose every step costs seconds, defend one client of ten; they and
-LODA, which obscures all images first, are run with one seed. Times are CPU seconds of a single step, measured apart from
-the trainings, so that they do not depend on other work of the machine.
+`run` measures what is not stored yet, as audits with `--utility` do: paired seeds, the mean of the last evaluations, the
+learning rate chosen on images that are held back. What was interrupted goes on from its folder in `--runs`. Defenses that
+craft images defend one client of ten. `write` puts all that is stored into docs/results/utility.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, stdev
+from typing import Any
 
-import torch
-from torch import nn
+from stored_parts import command_line, commands, table
 
-from gradveil import models
-from gradveil.client import prepare_client
-from gradveil.core.gradients import ModelFunction
-from gradveil.core.local_training import LocalTraining
-from gradveil.data import DataSet, load
-from gradveil.defenses import Setup, parse
-from gradveil.federation import FederationPlan, History, train
+from gradveil.auditing.case import Case
+from gradveil.auditing.limits import Execution
+from gradveil.auditing.run import run_audit
+from gradveil.auditing.spec import make_spec
 from gradveil.storage.files import write_json
 
-SETTINGS = (
-    "none",
-    "prune:ratio=0.9",
-    "gaussian:std=0.1",
-    "laplace:scale=0.1",
-    "clip",
-    "quantize",
-    "dpsgd",
-    "graddefense",
-    "soteria",
-    "mixup:k=4",
-    "instahide:k=4",
-    "precode",
-    "ats",
-    "loda",
+ROUNDS = 15
+FEDERATIONS = {
+    "mnist-200": ("mnist-5k", 200),
+    "mnist-2000": ("mnist:private=20000", 2000),
+    "cifar10-500": ("cifar10:private=5000", 500),
+}  # data, and images per client
+DEFENSES = (
+    *("dpsgd", "prune:ratio=0.9", "gaussian:std=0.1", "laplace:scale=0.1", "clip", "quantize", "graddefense", "soteria"),
+    *("mixup:k=4", "instahide:k=4", "precode", "ats", "loda"),
 )
-CRAFTING = ("refiner", "dcs2")  # every step costs seconds: one client of ten
-COSTLY = (*CRAFTING, "loda")  # one seed
-GOALS = {"dcs2": 3.0, "refiner": 5.0, "precode": 5.0}
+CRAFTING = ("refiner", "dcs2")  # a step of theirs costs as much as a hundred others: one client of ten
+GOALS = {"dcs2": 3.0, "refiner": 5.0, "precode": 5.0}  # points
+INTRODUCTION = """Written by `benchmarks/utility.py`. Ten clients train `cnn`; accuracies are of test images, means over seeds
+and the last evaluations. The loss is that against the training of the same seed without a defense, in percent of its
+accuracy, with its 95% interval over seeds. Every defense has a learning rate of its own: a factor on the server's, chosen on
+images of the clients that were held back. The cosine is that of an untrained client's update to its undefended one. Time is
+that of a round beside an undefended one, the median round."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One federation."""
-
-    data: str
-    model: str
-    defense: str
-    rounds: int
-    seed: int
-    images: int  # per client
-    defended: str | int
-    lr: float
-    work: Path
-
-    def file(self, *fields: str) -> Path:
-        """A path in the work folder, named by these fields."""
-        return self.work / "-".join(str(getattr(self, name)).replace(":", "_") for name in fields)
+def run(options: argparse.Namespace) -> None:
+    options.store.mkdir(parents=True, exist_ok=True)
+    for name in options.federations:
+        for defense in options.defenses:
+            file = options.store / f"{name}-{defense.replace(':', '_')}.json"
+            if not file.exists():
+                write_json(file, part := measured(name, defense, options))
+                print(name, defense, part["rows"][-1], flush=True)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished federation, and the CPU seconds of one step of a defended client."""
-
-    job: Job
-    history: History
-    step: float
-
-    @property
-    def accuracy(self) -> float:
-        return 100 * (self.history.acc_test[-1] or 0)
-
-
-def method(defense: str) -> str:
-    return defense.partition(":")[0]
-
-
-def train_once(job: Job) -> Run:
-    """One federation, or the stored one of an earlier call."""
-    torch.set_num_threads(1)
-    data = load(job.data, seed=job.seed)
-    module = models.build(job.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=job.seed)
-    plan = FederationPlan(
-        rounds=job.rounds,
-        images_per_client=job.images,
-        lr=job.lr,
-        defended=job.defended,
-        seed=job.seed,
-        evaluate_every=5,
-        cosine_every=job.rounds - 1 if job.defense != "none" else 0,
-    )
-    folder = job.file("data", "model", "defense", "rounds", "seed", "images", "defended")
-    history = train(module, data, job.defense, plan, cache=job.work / "cache", folder=folder)
-    history.state = {}  # not sent to the parent process
-    run = Run(job, history, step_seconds(job, module, data))
-    print(f"{job.defense:>18} seed {job.seed}: {run.accuracy:.1f}%", flush=True)
-    return run
+def measured(name: str, defense: str, options: argparse.Namespace) -> dict[str, Any]:
+    """An audit without attacks of what one defense costs, and of no defense."""
+    data, images = FEDERATIONS[name]
+    settings = {"data": data, "model": "cnn", "defenses": ["none", defense], "attacks": ["linear"], "victims": 1}
+    client = {"batch_size": images, "local_epochs": 1, "local_batch_size": 64, "local_lr": 0.05}
+    training = {"rounds": ROUNDS, "clients": 10, "defended": 1 if defense in CRAFTING else "all"}
+    spec = make_spec({**settings, **client, "utility": training, "seed": options.seed})
+    folder = options.runs / f"{name}{'-one' * (defense in CRAFTING)}"
+    summary = run_audit(Case(spec), Execution(out=folder, workers=options.workers)).summary
+    rows = [
+        {
+            "defense": row.spec,
+            "points": None if measure.pdm is None or accuracy is None else measure.pdm / 100 * accuracy,
+            "cosine": row.gradient.cosine if row.gradient else None,
+            **measure.model_dump(include={"acc_test", "acc_train", "pdm", "low", "high", "overhead", "lr", "server_lr"}),
+        }
+        for row in summary.defenses
+        if (measure := row.utility) is not None
+        for accuracy in [summary.defenses[0].accuracy]
+    ]
+    scope = next(row.utility.scope for row in summary.defenses if row.utility)
+    return {"federation": name, "scope": scope, "command": summary.command, "rows": rows}
 
 
-def step_seconds(job: Job, module: nn.Module, data: DataSet) -> float:
-    """CPU seconds in which a client makes one update of 64 images: the least of three, or one if that is slow."""
-    path = job.file("data", "model", "defense")
-    stored = path.with_name(f"{path.name}-step.json")
-    if not stored.exists():
-        defense, batch = parse(job.defense), data.private[:64]
-        function = ModelFunction(defense.model(module, data.input_shape))
-        setup = Setup(data.task(function), function.state(), batch, data.public or None)
-        client = prepare_client(defense, LocalTraining(), setup)
-        protected, _ = client.protect(function.state(), batch)  # done once, and so not timed
-        seconds: list[float] = []
-        while len(seconds) < 3 and sum(seconds) < 2:
-            began = time.process_time()
-            client.round(function.state(), batch, len(seconds), protected=protected)
-            seconds.append(time.process_time() - began)
-        write_json(stored, {"seconds": min(seconds)})
-    return float(json.loads(stored.read_text())["seconds"])
+def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
+    yield from ("# What a defense costs", "")
+    yield from INTRODUCTION.splitlines()
+    for name in FEDERATIONS:
+        mine = [part for part in parts.values() if part["federation"] == name]
+        if mine:
+            yield from ("", f"## {FEDERATIONS[name][0]}, {FEDERATIONS[name][1]} images per client", "", f"{mine[0]['scope']}.")
+            head = ("defense", "defended", "accuracy", "train", "loss, %", "goal", "server's rate", "cosine", "time")
+            yield from table(head, rows_of(mine))
+    yield from commands("The commands:", (part["command"] for part in parts.values()))
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("data")
-    arguments.add_argument("--model", default="cnn")
-    arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--lr", type=float, default=0.05)
-    arguments.add_argument("--images-per-client", type=int, default=200)
-    arguments.add_argument("--seeds", type=int, default=1, help="so many for all but the costly defenses")
-    arguments.add_argument("--single", nargs="*", default=CRAFTING, help="those that defend one client of ten")
-    arguments.add_argument("--only", nargs="*", default=[*SETTINGS, *CRAFTING])
-    arguments.add_argument("--workers", type=int, default=os.cpu_count())
-    arguments.add_argument("--work", type=Path, default=Path("runs/utility"))
-    arguments.add_argument("--out", type=Path, default=Path("docs/results/utility.md"))
-    options = arguments.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    jobs = [
-        Job(
-            data=options.data,
-            model=options.model,
-            defense=defense,
-            rounds=options.rounds,
-            seed=seed,
-            images=options.images_per_client,
-            defended=1 if method(defense) in options.single else "all",
-            lr=options.lr,
-            work=options.work,
+def rows_of(parts: list[dict[str, Any]]) -> Iterable[Iterable[object]]:
+    undefended = parts[0]["rows"][0]
+    yield ("`none`", "", f"{undefended['acc_test']:.1%}", f"{undefended['acc_train']:.1%}", "", "", rate(undefended), "", "")
+    for part in parts:
+        row = part["rows"][-1]
+        interval = "" if row["low"] is None else f" ({row['low']:.1f} to {row['high']:.1f})"
+        goal = GOALS.get(row["defense"])
+        met = "" if goal is None else f"≤ {goal:.0f} points: {'met' if row['points'] <= goal else 'missed'}"
+        who = "1 of 10" if row["defense"] in CRAFTING else "all"
+        yield (
+            *(f"`{row['defense']}`", who, f"{row['acc_test']:.1%}", f"{row['acc_train']:.1%}"),
+            *(f"{row['pdm']:.1f}{interval}", met, rate(row), f"{row['cosine']:.2f}", f"{row['overhead']:.1f}×"),
         )
-        for defense in dict.fromkeys(["none", *options.only])
-        for seed in range(1 if method(defense) in COSTLY else options.seeds)
-    ]
-    options.work.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(options.workers) as pool:
-        runs = list(pool.map(train_once, sorted(jobs, key=lambda job: job.defended == "all")))
-    write(runs, options)
 
 
-def write(runs: list[Run], options: argparse.Namespace) -> None:
-    """The table of this data set, beside those of the others that are already in the page."""
-    stored = options.work / "tables.json"
-    tables = json.loads(stored.read_text()) if stored.exists() else {}
-    tables[options.data] = table(runs, options)
-    stored.write_text(json.dumps(tables))
-    head = [
-        "# What a defense costs",
-        "",
-        "Written by `benchmarks/utility.py`. Ten clients, FedAvg, in one process. PDM is the loss of test accuracy",
-        "against no defense with the same seed, in points. The cosine is that of the first defended client's update to",
-        "its undefended one, in the first round (untrained) and in the last (trained). Time is that of a defended",
-        "client's step, 64 images, relative to none, in CPU seconds; what a defense does once, before the training, is",
-        "not in it.",
-        "",
-        f"Python {platform.python_version()}, {os.cpu_count()} cores.",
-    ]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("\n".join([*head, *(line for t in tables.values() for line in ("", *t))]) + "\n")
-    print(f"written: {options.out}")
+def rate(row: dict[str, Any]) -> str:
+    return f"{row['server_lr']:g}"
 
 
-def table(runs: list[Run], options: argparse.Namespace) -> list[str]:
-    undefended = {r.job.seed: r for r in runs if r.job.defense == "none"}
-    lines = [
-        f"## {options.data}, `{options.model}`",
-        "",
-        f"{options.images_per_client} images per client, {options.rounds} rounds, one local epoch, batches of 64, "
-        f"learning rate {options.lr}.",
-        "",
-        "| defense | defended | seeds | test | train | PDM | goal | cosine, first → last round | time |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for defense in dict.fromkeys(r.job.defense for r in sorted(runs, key=lambda r: r.job.defense != "none")):
-        seeds = [r for r in runs if r.job.defense == defense]
-        loss = [undefended[r.job.seed].accuracy - r.accuracy for r in seeds]
-        cosines = [c for r in seeds if (c := [value for value in r.history.gradient_cosine if value is not None])]
-        goal, slower = GOALS.get(method(defense)), seeds[0].step / undefended[0].step
-        verdict = f"≤ {goal:.0f}: {'met' if mean(loss) <= goal else 'missed'}" if goal else ""
-        cosine = f"{mean(c[0] for c in cosines):.2f} → {mean(c[-1] for c in cosines):.2f}" if cosines else ""
-        lines.append(
-            f"| `{defense}` | {'1 of 10' if seeds[0].job.defended == 1 else 'all'} | {len(seeds)} "
-            f"| {spread([r.accuracy for r in seeds])} | {spread([100 * (r.history.acc_train[-1] or 0) for r in seeds])} "
-            f"| {spread(loss)} | {verdict} | {cosine} | {slower:.1f}× |"
-        )
-    return lines
-
-
-def spread(values: list[float]) -> str:
-    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+def add_options(running: argparse.ArgumentParser) -> None:
+    running.add_argument("--federations", nargs="+", choices=FEDERATIONS, default=list(FEDERATIONS))
+    running.add_argument("--defenses", nargs="+", default=[*DEFENSES, *CRAFTING])
+    running.add_argument("--runs", type=Path, default=Path("runs/utility"), help="folders of audits that were interrupted")
+    running.add_argument("--workers", type=int, default=1)
+    running.add_argument("--seed", type=int, default=100)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, run, page, "utility.md", add_options)

@@ -14,7 +14,7 @@ from gradveil.attacks.base import Answer, Attack, Target
 from gradveil.auditing import fit as fitting
 from gradveil.auditing.case import Case
 from gradveil.auditing.estimate import CellTime, Estimate
-from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, SHORT_STEPS, START, Fit, Fitted, Settings, fit
+from gradveil.auditing.fit import LEAST_STEPS, MOST_STEPS, RESERVE, START, Fit, Fitted, Settings, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import Cell, make_plan
 from gradveil.auditing.run import run_audit
@@ -87,8 +87,8 @@ def test_the_line_up_comes_before_many_steps_of_a_short_search(monkeypatch: pyte
     tried.slowness = 1.0
     shorter = tried.choose(START + 300)
     assert isinstance(shorter, Settings) and shorter.line_up and "swift" in shorter.without
-    assert shorter.steps >= SHORT_STEPS and START + 290 < tried.seconds(shorter) <= START + 300
-    enough = tried.seconds(replace(shorter, steps=SHORT_STEPS))
+    assert shorter.steps >= LEAST_STEPS and START + 290 < tried.seconds(shorter) <= START + 300
+    enough = tried.seconds(replace(shorter, steps=LEAST_STEPS))
     assert tried.choose(enough - 1) == replace(
         shorter, line_up=False, steps=tried._steps_within(enough - 1, replace(shorter, line_up=False))
     )

@@ -5,8 +5,8 @@ neither among its first nor `swift` nor counters of a defense; victims, as long 
 counters; `swift`. Of attacks the longest goes first. The control, every defense, the first attacks of the suite (closed
 forms and the inversion of features, which are fast) and attacks that were named stay. If that is still too long, as many
 steps as fit of one search take the place of all others: of `features` where it applies to the control, else of `ig`. The
-line-up comes back where it leaves room for a short search, of which it says more than longer ones do, and then the accuracy
-where it leaves room for a longer one.
+line-up comes back where it leaves room for the shortest such search, since it says more than a longer one does, and then the
+accuracy where it leaves room for a long one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ START = 10.0  # seconds until the workers are ready, and for the summary
 LEAST_VICTIMS = 4
 LOWER = {"thorough": "standard", "standard": "quick"}
 SWIFT, FEATURES = "swift", "features"
-# Steps of what replaces them: beyond a short search the line-up comes first, beyond enough steps the accuracy.
-LEAST_STEPS, SHORT_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 30, 200, 1_000
+# Steps of what replaces them: beyond the least the line-up comes first, beyond enough the accuracy.
+LEAST_STEPS, ENOUGH_STEPS, MOST_STEPS = 10, 200, 1_000
 CHOSEN = ("attacks", "victims", "budget", "without", "line_up")  # settings of an audit
 
 
@@ -113,7 +113,7 @@ class Fit:
         chosen = self._first_within(limit)
         if isinstance(chosen, float):
             return chosen
-        chosen = self._richer(chosen, replace(chosen, line_up=True), SHORT_STEPS, limit)
+        chosen = self._richer(chosen, replace(chosen, line_up=True), LEAST_STEPS, limit)
         return self._richer(chosen, replace(chosen, utility=True), ENOUGH_STEPS, limit)
 
     def _richer(self, plain: Settings, richer: Settings, steps: int, limit: float) -> Settings:
