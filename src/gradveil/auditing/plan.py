@@ -77,8 +77,11 @@ class Plan:
         return [c for c in self.cells if c.kind == kind and c.defense == defense]
 
 
-def make_plan(case: Case, unpriced: Collection[str] = ()) -> Plan:
-    """Every cell once, what is needed first. The cost of `unpriced` defenses is not measured."""
+def make_plan(case: Case, unpriced: Collection[str] = (), leaking: Collection[str] = ()) -> Plan:
+    """Every cell once, what is needed first.
+
+    The cost of `unpriced` defenses is not measured. On `leaking` ones only the first attacks of the suite are planned.
+    """
     metrics = [[metric.name, metric.version, source_hash(metric.measure)] for metric in registered()]
     cells = [_cell(case, "baseline", metrics)]
     for text, defense in case.defenses.items():
@@ -87,7 +90,7 @@ def make_plan(case: Case, unpriced: Collection[str] = ()) -> Plan:
         train = [_cell(case, "train", code, text)] if trained else []
         honest = _cell(case, "observe", code, text, needs=train)
         cells += [*train, honest]
-        for name in attacks_on(case, defense):
+        for name in first_attacks(case) if text in leaking else attacks_on(case, defense):
             attack, observed = case.attack(name), honest
             if type(attack).tamper is not Attack.tamper:
                 observed = _cell(case, "observe", [*code, _code(attack)], text, name, needs=train)
@@ -149,6 +152,13 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
         else:
             named.append(written(attack))
     return list(dict.fromkeys(named))
+
+
+def first_attacks(case: Case) -> list[str]:
+    """Those of the suite that come before all others, as they are fast; without a suite, all."""
+    spec = case.spec
+    first = [name for suite in map(suite_named, spec.attacks) if suite for name in suite.first if name not in spec.without]
+    return list(dict.fromkeys([*first, *(written(attack) for attack in spec.attacks if not suite_named(attack))]))
 
 
 def cost_of(case: Case, cell: Cell) -> Cost:

@@ -46,10 +46,11 @@ def run_audit(
     *,
     deadline: float | None = None,
     unpriced: Collection[str] = (),
+    leaking: Collection[str] = (),
 ) -> FinishedRun:
     """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
 
-    A `deadline` (of `time.monotonic`) ends the work; the cost of `unpriced` defenses is not measured.
+    A `deadline` (of `time.monotonic`) ends the work. For `unpriced` and `leaking` defenses see `make_plan`.
     """
     begun, execution = time.perf_counter(), execution or Execution()
     if execution.ray is not None and not case.spec.in_words:
@@ -60,7 +61,7 @@ def run_audit(
         deadline = time.monotonic() + 60 * execution.minutes
         fitted = _fitted(case, execution, deadline, display)
         case, left_out = fitted.case, fitted.left_out
-    plan = make_plan(case, unpriced)
+    plan = make_plan(case, unpriced, leaking)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]

@@ -1,14 +1,15 @@
 """From a tune's settings to its finished folder: search, price, choose, audit again on fresh victims, write.
 
 All audits of the search share one folder, so that no cell is done twice and the same command goes on where it was stopped.
-The cells of privacy come first: accuracy, the most expensive, is measured only for settings that hold.
+The cells of privacy come first: accuracy, the most expensive, is measured only for settings that hold. Of a setting that
+leaks by the first attacks of the suite, which are fast, no others are asked.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ from gradveil.protection import audited
 from gradveil.storage.files import write_text
 from gradveil.storage.reading import read_yaml
 from gradveil.storage.run_folder import RunFolder
-from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
+from gradveil.summary import LEAKS, NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
 LEAST_STRENGTHS = 2  # of each defense that must fit in the minutes: they may leak and hold
@@ -82,6 +83,7 @@ class _Tune:
         Case(self.spec.fresh())  # refuses at once what has no fresh victims
         self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
         self.brackets = self._brackets()
+        self.leaking: set[str] = set()  # settings that leak by the first attacks of the suite
         self.searched: Summary  # of all settings that were tried
         self.fresh: Summary | None = None  # of those that were audited again
         self.again: dict[str, Finding] = {}  # what that audit says of each
@@ -107,12 +109,18 @@ class _Tune:
         """Audit one strength of each defense at a time, until each is bracketed."""
         while texts := [text for bracket in self.brackets if not self._late(SEARCH_SHARE) and (text := bracket.next())]:
             self.display.note(f"search: {listing(texts)}")
-            case = Case(self.spec.audit(defenses=texts))
-            summary = run_audit(case, self.execution, self.display, deadline=self.deadline).summary
+            quick = self._audited(texts, leaking=texts)
+            self.leaking |= {row.spec for row in quick.defenses if row.verdict == LEAKS and row.spec in texts}
+            summary = self._audited(texts) if set(texts) - self.leaking else quick
             for row in summary.defenses:
                 for bracket in self.brackets:
                     if row.spec in texts and _family(row.spec) == bracket.scale.family:
                         bracket.record(row.spec, self._standing(summary, row)[0], row.gradient)
+
+    def _audited(self, texts: Sequence[str], leaking: Collection[str] = ()) -> Summary:
+        """What attacks get under these settings; of those that leak, the first attacks of the suite."""
+        case, leaking = Case(self.spec.audit(defenses=texts)), {*self.leaking, *leaking}
+        return run_audit(case, self.execution, self.display, deadline=self.deadline, leaking=leaking).summary
 
     def _least(self, scale: StrengthScale) -> float | None:
         """The level at which the defense promises the risk; None where none is wanted."""
@@ -147,7 +155,9 @@ class _Tune:
             self.display.note(f"cost in accuracy: {listing(priced)}")
         case = Case(self.spec.audit(defenses=tried or ["none"], utility=self.spec.utility if priced else None))
         unpriced = {text for text in tried if text not in priced}
-        self.searched = run_audit(case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced).summary
+        self.searched = run_audit(
+            case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced, leaking=self.leaking
+        ).summary
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
