@@ -2,7 +2,8 @@
 
 All audits of the search share one folder, so that no cell is done twice and the same command goes on where it was stopped.
 The cells of privacy come first: accuracy, the most expensive, is measured only for settings that hold. Of a setting that
-leaks by the first attacks of the suite, which are fast, no others are asked.
+leaks by the first attacks of the suite, which are fast, no others are asked, nor of the control where they get enough. On
+fresh victims all are asked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gradveil.auditing.limits import Execution
 from gradveil.auditing.line_up import proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
-from gradveil.auditing.spec import AuditSpec
+from gradveil.auditing.spec import CONTROL, AuditSpec
 from gradveil.auditing.strength import StrengthScale
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning.bracket import Bracket, Standing
@@ -83,7 +84,7 @@ class _Tune:
         Case(self.spec.fresh())  # refuses at once what has no fresh victims
         self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
         self.brackets = self._brackets()
-        self.leaking: set[str] = set()  # settings that leak by the first attacks of the suite
+        self.leaking: set[str] = set()  # settings that leak by the first attacks of the suite; the control, if clearly so
         self.searched: Summary  # of all settings that were tried
         self.fresh: Summary | None = None  # of those that were audited again
         self.again: dict[str, Finding] = {}  # what that audit says of each
@@ -109,9 +110,11 @@ class _Tune:
         """Audit one strength of each defense at a time, until each is bracketed."""
         while texts := [text for bracket in self.brackets if not self._late(SEARCH_SHARE) and (text := bracket.next())]:
             self.display.note(f"search: {listing(texts)}")
-            quick = self._audited(texts, leaking=texts)
+            quick = self._audited(texts, leaking=(*texts, CONTROL))
             self.leaking |= {row.spec for row in quick.defenses if row.verdict == LEAKS and row.spec in texts}
-            summary = self._audited(texts) if set(texts) - self.leaking else quick
+            if self._evidence(self.spec, quick).strong_control:
+                self.leaking.add(CONTROL)
+            summary = self._audited(texts) if {*texts, CONTROL} - self.leaking else quick
             for row in summary.defenses:
                 for bracket in self.brackets:
                     if row.spec in texts and _family(row.spec) == bracket.scale.family:
