@@ -150,8 +150,7 @@ def _convolution(
                 return (d @ a.mT).view(-1, *weight.shape)
             x, d = (t[part].flatten(0, 1)[None] for t in (input, signal))
             count = x.shape[1] // input.shape[1]
-            like = weight.new_empty(count * len(weight), *weight.shape[1:])  # only its shape is used
-            return backward(x, d, like, groups * count).view(count, *weight.shape)
+            return backward(x, d, weight.repeat(count, *[1] * (axes + 1)), groups * count).view(count, *weight.shape)
 
         def weighted(factors: Tensor) -> Tensor:
             scale = factors.to(signal).repeat_interleave(per_image).view(-1, *[1] * (axes + 1))
