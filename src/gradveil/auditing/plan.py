@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -77,11 +77,12 @@ class Plan:
         return [c for c in self.cells if c.kind == kind and c.defense == defense]
 
 
-def make_plan(case: Case, unpriced: Collection[str] = (), leaking: Collection[str] = ()) -> Plan:
+def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Collection[str]] | None = None) -> Plan:
     """Every cell once, what is needed first.
 
-    The cost of `unpriced` defenses is not measured. On `leaking` ones only the first attacks of the suite are planned.
+    The cost of `unpriced` defenses is not measured. Of defenses in `asked`, only the attacks that it names are planned.
     """
+    asked = asked or {}
     metrics = [[metric.name, metric.version, source_hash(metric.measure)] for metric in registered()]
     cells = [_cell(case, "baseline", metrics)]
     for text, defense in case.defenses.items():
@@ -90,7 +91,9 @@ def make_plan(case: Case, unpriced: Collection[str] = (), leaking: Collection[st
         train = [_cell(case, "train", code, text)] if trained else []
         honest = _cell(case, "observe", code, text, needs=train)
         cells += [*train, honest]
-        for name in first_attacks(case) if text in leaking else attacks_on(case, defense):
+        for name in attacks_on(case, defense):
+            if text in asked and name not in asked[text]:
+                continue
             attack, observed = case.attack(name), honest
             if type(attack).tamper is not Attack.tamper:
                 observed = _cell(case, "observe", [*code, _code(attack)], text, name, needs=train)
@@ -152,13 +155,6 @@ def attacks_on(case: Case, defense: Defense) -> list[str]:
         else:
             named.append(written(attack))
     return list(dict.fromkeys(named))
-
-
-def first_attacks(case: Case) -> list[str]:
-    """Those of the suite that come before all others, as they are fast; without a suite, all."""
-    spec = case.spec
-    first = [name for suite in map(suite_named, spec.attacks) if suite for name in suite.first if name not in spec.without]
-    return list(dict.fromkeys([*first, *(written(attack) for attack in spec.attacks if not suite_named(attack))]))
 
 
 def cost_of(case: Case, cell: Cell) -> Cost:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +46,11 @@ def run_audit(
     *,
     deadline: float | None = None,
     unpriced: Collection[str] = (),
-    leaking: Collection[str] = (),
+    asked: Mapping[str, Collection[str]] | None = None,
 ) -> FinishedRun:
     """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
 
-    A `deadline` (of `time.monotonic`) ends the work. For `unpriced` and `leaking` defenses see `make_plan`.
+    A `deadline` (of `time.monotonic`) ends the work. For `unpriced` and `asked` see `make_plan`.
     """
     begun, execution = time.perf_counter(), execution or Execution()
     if execution.ray is not None and not case.spec.in_words:
@@ -61,7 +61,7 @@ def run_audit(
         deadline = time.monotonic() + 60 * execution.minutes
         fitted = _fitted(case, execution, deadline, display)
         case, left_out = fitted.case, fitted.left_out
-    plan = make_plan(case, unpriced, leaking)
+    plan = make_plan(case, unpriced, asked)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
         missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]

@@ -2,15 +2,15 @@
 
 All audits of the search share one folder, so that no cell is done twice and the same command goes on where it was stopped.
 The cells of privacy come first: accuracy, the most expensive, is measured only for settings that hold. Of a setting that
-leaks by the first attacks of the suite, which are fast, no others are asked, nor of the control where they get enough. On
-fresh victims all are asked.
+leaks by the attacks at the head of the suite, which are fast, no others are asked, nor of the control where they get enough.
+On fresh victims all are asked.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +71,13 @@ def _family(text: str) -> str:
     return scale.family if scale else ""
 
 
+def _stages(spec: AuditSpec) -> Iterator[tuple[str, ...] | None]:
+    """Attacks that are asked of a setting as long as it does not leak; None: all."""
+    if spec.suite:
+        yield from (spec.suite.first, spec.suite.common(spec.budget))
+    yield None
+
+
 class _Tune:
     """One search with all that its steps share."""
 
@@ -84,7 +91,9 @@ class _Tune:
         Case(self.spec.fresh())  # refuses at once what has no fresh victims
         self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
         self.brackets = self._brackets()
-        self.leaking: set[str] = set()  # settings that leak by the first attacks of the suite; the control, if clearly so
+        self.asked: dict[
+            str, tuple[str, ...]
+        ] = {}  # of settings that leak by few attacks, and of the control if it does: these
         self.searched: Summary  # of all settings that were tried
         self.fresh: Summary | None = None  # of those that were audited again
         self.again: dict[str, Finding] = {}  # what that audit says of each
@@ -110,20 +119,26 @@ class _Tune:
         """Audit one strength of each defense at a time, until each is bracketed."""
         while texts := [text for bracket in self.brackets if not self._late(SEARCH_SHARE) and (text := bracket.next())]:
             self.display.note(f"search: {listing(texts)}")
-            quick = self._audited(texts, leaking=(*texts, CONTROL))
-            self.leaking |= {row.spec for row in quick.defenses if row.verdict == LEAKS and row.spec in texts}
-            if self._evidence(self.spec, quick).strong_control:
-                self.leaking.add(CONTROL)
-            summary = self._audited(texts) if {*texts, CONTROL} - self.leaking else quick
+            summary = self._attacked(texts)
             for row in summary.defenses:
                 for bracket in self.brackets:
                     if row.spec in texts and _family(row.spec) == bracket.scale.family:
                         bracket.record(row.spec, self._standing(summary, row)[0], row.gradient)
 
-    def _audited(self, texts: Sequence[str], leaking: Collection[str] = ()) -> Summary:
-        """What attacks get under these settings; of those that leak, the first attacks of the suite."""
-        case, leaking = Case(self.spec.audit(defenses=texts)), {*self.leaking, *leaking}
-        return run_audit(case, self.execution, self.display, deadline=self.deadline, leaking=leaking).summary
+    def _attacked(self, texts: Sequence[str]) -> Summary:
+        """The fast attacks first. Of a setting that leaks by them no others are asked, nor of a control that clearly does."""
+        case, open_texts = Case(self.spec.audit(defenses=texts)), {CONTROL, *texts} - self.asked.keys()
+        for attacks in _stages(self.spec):
+            asked = self.asked | (dict.fromkeys(open_texts, attacks) if attacks else {})
+            summary = run_audit(case, self.execution, self.display, deadline=self.deadline, asked=asked).summary
+            settled = {row.spec for row in summary.defenses if row.verdict == LEAKS and row.spec in open_texts}
+            if not self._evidence(self.spec, summary).strong_control:
+                settled.discard(CONTROL)
+            self.asked |= dict.fromkeys(settled, attacks) if attacks else {}
+            open_texts -= settled
+            if not open_texts:
+                break
+        return summary
 
     def _least(self, scale: StrengthScale) -> float | None:
         """The level at which the defense promises the risk; None where none is wanted."""
@@ -159,7 +174,7 @@ class _Tune:
         case = Case(self.spec.audit(defenses=tried or ["none"], utility=self.spec.utility if priced else None))
         unpriced = {text for text in tried if text not in priced}
         self.searched = run_audit(
-            case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced, leaking=self.leaking
+            case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced, asked=self.asked
         ).summary
 
     # -- the choice ----------------------------------------------------------------------------------------------------
