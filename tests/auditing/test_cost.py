@@ -284,7 +284,7 @@ class Trainings(CostTrainings):
     ("in_choice", "after", "rate"),
     [
         ({1.0: 0.83, 0.25: 0.60, 4.0: 0.50}, {1.0: 0.85}, 1.0),
-        ({1.0: 0.83, 0.25: 0.82, 4.0: 0.50}, {0.25: 0.85}, 0.25),  # as good, and further from where trainings fail
+        ({1.0: 0.83, 0.25: 0.82, 4.0: 0.50}, {1.0: 0.85}, 1.0),  # the best, even by little
         ({1.0: 0.95, 0.25: 0.80, 4.0: 0.50}, {1.0: 0.50, 0.25: 0.85}, 0.25),  # it failed after all
         ({1.0: 0.95, 0.25: 0.52, 4.0: 0.50}, {1.0: 0.50}, 1.0),  # nothing smaller teaches anything
         ({1.0: 0.60, 0.25: 0.80, 4.0: 0.50, 1 / 16: 0.90, 1 / 64: 0.70}, {1 / 16: 0.85}, 1 / 16),  # noise wants small steps

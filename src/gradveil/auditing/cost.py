@@ -83,9 +83,9 @@ class CostTrainings:
     def _rates(self, curves: dict[str, Curve]) -> list[float]:
         """The server's learning rates to train with, by the accuracy on validation images after half of the rounds.
 
-        First the smallest whose accuracy is within a standard error of the best: larger ones are nearer to the rate at which
-        trainings fail. Smaller ones that teach the model follow, best first. Where the best is the largest or the smallest of
-        the grid, rates beyond it are tried too: noise wants small ones, and a model that learns nothing undefended has no cost.
+        First the best: a worse one without a defense would hide what a defense costs. Then the smaller ones that teach the
+        model, best first, for where the best fails after all. Where it is the largest or the smallest of the grid, rates beyond
+        the grid are tried too: noise wants small ones, and a model that learns nothing without a defense has no cost.
         """
         factors, accuracies = self.training.factors, dict[float, float]()
         if not self._tried:
@@ -114,9 +114,7 @@ class CostTrainings:
         learnt = list(filter(learns, accuracies))
         if best not in learnt:
             return [best]
-        error = math.sqrt(accuracies[best] * (1 - accuracies[best]) / len(data.test))
-        first = min(f for f in learnt if accuracies[f] >= accuracies[best] - error)
-        return [first, *sorted((f for f in learnt if f < first), key=accuracies.__getitem__, reverse=True)]
+        return [best, *sorted((f for f in learnt if f < best), key=accuracies.__getitem__, reverse=True)]
 
     def _is_near_chance(self, curve: Curve) -> bool:
         accuracy = last_mean(curve)

@@ -22,7 +22,7 @@ from gradveil.core.text import plural
 from gradveil.core.types import BatchSampling, Mode
 from gradveil.federation import FederationPlan
 
-VERSION = 3  # of how the cost is measured, here and in cost.py: raised when results change
+VERSION = 4  # of how the cost is measured, here and in cost.py: raised when results change
 CLIENTS = 10  # that take part in a round
 IMAGES = 2000  # of all clients together
 PASSES, LEAST_ROUNDS, MOST_ROUNDS = 5, 20, 300  # so many passes over all images, within these numbers of rounds
