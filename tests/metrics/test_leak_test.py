@@ -41,6 +41,42 @@ def test_planted_images_are_seen(batches, size, leaking):
     assert sum(exchange_test(synthetic(slots, rng, leaking=leaking), slots, seed).leaks for seed in range(30)) >= 27
 
 
+def with_distractors(slots, rng, count=30, **options):
+    """A table, and of each victim the most similar of `count` further images of its class."""
+    more = Slots(slots.batch, slots.label, np.concatenate([slots.stranger_label, np.repeat(np.unique(slots.label), count)]))
+    table = synthetic(more, rng, **options)
+    kept = len(slots.batch) + len(slots.stranger_label)
+    others = more.stranger_label[len(slots.stranger_label) :]
+    nearest = [table[b, kept:][others == label].max() for b, label in zip(slots.batch, slots.label, strict=True)]
+    return table[:, :kept], np.array(nearest)
+
+
+@pytest.mark.parametrize(("batches", "size"), [(32, 1), (8, 8), (2, 8)])
+def test_without_a_leak_hits_alarm_no_more_often(batches, size):
+    slots, rng, alarms = make_slots(batches, size), np.random.default_rng([batches, size]), 0
+    for seed in range(300):
+        table, nearest = with_distractors(slots, rng)
+        alarms += exchange_test(table, slots, seed, 199, nearest).leaks
+    assert binomtest(alarms, 300, 0.05, alternative="greater").pvalue > 0.001, alarms
+    assert binomtest(alarms, 300, 0.05, alternative="less").pvalue > 0.001, alarms
+
+
+def test_several_images_that_are_rebuilt_just_well_enough_are_seen_by_hits():
+    """Batches whose answers resemble everything drown the evidence of the others, where images are identified."""
+    slots, rng, seen = make_slots(8, 8), np.random.default_rng(0), np.zeros(3)
+    clear = slots.batch >= 4
+    nearest = np.where(clear, 0.21, 0.96)
+    for seed in range(30):
+        table = rng.uniform(0.5, 0.95, (8, 64 + 160))
+        table[4:] = rng.uniform(0.0, 0.2, (4, 64 + 160))
+        planted = np.flatnonzero(clear)[::5]  # 7 of 64
+        table[slots.batch[planted], planted] = 0.25
+        single = np.where(np.arange(64) == planted[0], nearest, 1.0)  # but for one, a distractor is as alike
+        tests = (nearest, None, single)
+        seen += [exchange_test(table, slots, seed, nearest=n).leaks for n in tests]
+    assert seen[0] == 30 and seen[1] <= 6 and seen[2] <= 6, "a single hit says nothing"
+
+
 def test_p_is_the_share_of_arrangements_as_large():
     """Two victims of one class, two strangers: all 12 arrangements by hand."""
     slots = Slots(np.array([0, 1]), np.array([0, 0]), np.array([0, 0]))
@@ -137,5 +173,5 @@ def test_more_victims_of_a_data_set_with_few_images_per_class_come_from_other_cl
     assert victims_needed(few, [1.0], 0.1) is None
     needed = victims_needed(many, [1.0], 0.1)
     assert needed is not None and 15 <= needed <= 40
-    table, slots = many.audit(24, np.random.default_rng(0))
+    table, slots, _ = many.audit(24, np.random.default_rng(0))
     assert table.shape == (24, 24 + 12 * 2) and len(np.unique(slots.label)) == 12

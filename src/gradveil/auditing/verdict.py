@@ -30,6 +30,7 @@ from gradveil.metrics.leak_test import (
     LEVEL,
     POWER,
     Background,
+    Exchanged,
     Numbers,
     detectable,
     exchange_test,
@@ -150,9 +151,12 @@ class Likenesses:
                 nearest = np.maximum(nearest, [image.nearest or 0.0 for image in cell.victims])
         return cls(images, nearest)
 
+    def exchanged(self, case: Case) -> Exchanged:
+        return exchange_test(self.images, case.slots, case.spec.seed, nearest=self.nearest)
+
     def background(self, case: Case) -> Background:
         """What the answers have in common with images that no update was computed from."""
-        return Background(self.images[:, len(case.slots.batch) :], case.slots, case.private_counts)
+        return Background(self.images[:, len(case.slots.batch) :], case.slots, case.private_counts, self.nearest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +173,17 @@ class Control:
 
     @classmethod
     def of(cls, case: Case, attacked: Sequence[StoredCell], looked: Sequence[StoredCell]) -> "Control":
-        ran, slots, seed = [cell for cell in attacked if cell.status == "ok"], case.slots, case.spec.seed
+        ran, slots = [cell for cell in attacked if cell.status == "ok"], case.slots
         together = Likenesses.of(case, [*ran, *looked])
         images = _strongest(ran)[0]
         identified = np.array([bool(image.identified) for image in images], dtype=bool) & slots.tested[: len(images)]
         likeness = together.images[slots.batch, np.arange(len(slots.batch))][: len(images)]
-        alone = {cell.attack: exchange_test(Likenesses.of(case, [cell]).images, slots, seed) for cell in ran}
+        alone = {cell.attack: Likenesses.of(case, [cell]).exchanged(case) for cell in ran}
         return cls(
             rate=float(identified.sum() / max(1, slots.tested.sum())),
             null=null_rate(together.images, together.nearest, slots),
             leaked=tuple(likeness[identified].tolist()) or (1.0,),
-            leaks=exchange_test(together.images, slots, seed).leaks,
+            leaks=together.exchanged(case).leaks,
             background=together.background(case),
             ran=frozenset(cell.attack for cell in ran),
             weak=tuple(name for name, outcome in alone.items() if not outcome.leaks),
@@ -210,7 +214,7 @@ def _test(case: Case, compared: Sequence[StoredCell], control: Control) -> LeakT
     if not compared:
         return None
     likenesses, slots = Likenesses.of(case, compared), case.slots
-    outcome, background = exchange_test(likenesses.images, slots, case.spec.seed), likenesses.background(case)
+    outcome, background = likenesses.exchanged(case), likenesses.background(case)
     return LeakTest(
         statistic=outcome.statistic,
         null_mean=outcome.null_mean,
