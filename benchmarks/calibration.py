@@ -223,16 +223,15 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 20) -> dict[s
         cells = {d.spec.partition("@")[0]: compared(RunFolder(run.folder), d.spec) for d in run.summary.defenses}
         answers = {kind: stored_answers(RunFolder(run.folder), cells[kind]) for kind in cells if kind != CONTROL}
     audits = [audit_slots(case.slots, part.victims, number) for number in range(part.audits)]
-    alarms = {
-        kind: sum(exchange_test(Likenesses.of(case, ran).images[a.table], a.slots, part.seed).leaks for a in audits)
-        for kind, ran in cells.items()
-    }
+    likenesses = {kind: Likenesses.of(case, ran) for kind, ran in cells.items()}
+    alarms = {kind: sum(a.leaks(alike, part.seed) for a in audits) for kind, alike in likenesses.items()}
     tables = {kind: private_table(case, images) for kind, images in answers.items() if images}
-    redrawn = {kind: redraw(case, table, audits, part.seed, draws) for kind, table in tables.items()}
+    nearest = {kind: alike.nearest for kind, alike in likenesses.items()}
+    redrawn = {kind: redraw(case, table, nearest[kind], audits, part.seed, draws) for kind, table in tables.items()}
     planted = {}
     if (table := tables.get("stranger")) is not None:
         counts = [n for n in PLANTED[part.batch] if n <= part.victims * part.batch // 2]
-        planted = {str(n): redraw(case, table, audits, part.seed, draws, n) for n in counts}
+        planted = {str(n): redraw(case, table, nearest["stranger"], audits, part.seed, draws, n) for n in counts}
     return {
         "audits": part.audits,
         "alarms": alarms,
@@ -249,8 +248,13 @@ class AuditSlots:
     """One audit of a run: its places in the table of the run (batches × images), and its slots."""
 
     batches: slice
+    victims: NDArray[np.int64]
     table: tuple[NDArray[np.int64], ...]
     slots: Slots
+
+    def leaks(self, likenesses: Likenesses, seed: int) -> bool:
+        nearest = likenesses.nearest[self.victims]
+        return exchange_test(likenesses.images[self.table], self.slots, seed, nearest=nearest).leaks
 
 
 def audit_slots(whole: Slots, victims: int, number: int) -> AuditSlots:
@@ -260,7 +264,7 @@ def audit_slots(whole: Slots, victims: int, number: int) -> AuditSlots:
     strangers = np.flatnonzero(np.isin(whole.stranger_label, whole.label[images]))
     columns = np.concatenate([images, len(whole.label) + strangers])
     slots = Slots(whole.batch[images] - rows.start, whole.label[images], whole.stranger_label[strangers])
-    return AuditSlots(rows, np.ix_(np.arange(rows.start, rows.stop), columns), slots)
+    return AuditSlots(rows, images, np.ix_(np.arange(rows.start, rows.stop), columns), slots)
 
 
 def compared(folder: RunFolder, defense: str) -> list[StoredCell]:
@@ -281,10 +285,12 @@ def private_table(case: Case, answers: Sequence[torch.Tensor]) -> Numbers:
     return table
 
 
-def redraw(case: Case, table: Numbers, audits: Sequence[AuditSlots], seed: int, draws: int, planted: int = 0) -> int:
+def redraw(
+    case: Case, table: Numbers, nearest: Numbers, audits: Sequence[AuditSlots], seed: int, draws: int, planted: int = 0
+) -> int:
     """How often the test says that there is a leak, for other victims and strangers of the same classes, audit by audit.
 
-    `planted` exact images of victims are added to the answers of their batches.
+    `planted` exact images of victims are added to the answers of their batches; distractors are not compared with these.
     """
     rng, labels = np.random.default_rng([seed, planted]), case.private_labels.numpy()
     alarms = 0
@@ -303,7 +309,7 @@ def redraw(case: Case, table: Numbers, audits: Sequence[AuditSlots], seed: int, 
             row = likeness_table(image, torch.zeros(1, dtype=torch.long), case.data.private.x[drawn]).numpy()[0]
             likeness[slots.batch[victim]] = np.maximum(likeness[slots.batch[victim]], row)
         again = Slots(slots.batch, slots.label, labels[np.concatenate(strangers)])
-        alarms += exchange_test(likeness, again, draw).leaks
+        alarms += exchange_test(likeness, again, draw, nearest=nearest[audit.victims]).leaks
     return alarms
 
 

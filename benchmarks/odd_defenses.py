@@ -30,7 +30,7 @@ from gradveil.auditing.plan import make_plan
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.verdict import Likenesses
-from gradveil.metrics.leak_test import LEVEL, exchange_test
+from gradveil.metrics.leak_test import LEVEL
 from gradveil.storage.files import write_json
 from gradveil.storage.run_folder import RunFolder
 from gradveil.summary import CONTROL, LEAKS, NO_LEAK, Verdict
@@ -66,7 +66,7 @@ def audit(name: str, folder: Path, settings: Mapping[str, object] = SETTINGS) ->
     row = next(d for d in run.summary.defenses if d.spec.partition("@")[0] == name)
     cells = [RunFolder(folder).outcome(cell.key) for cell in make_plan(case) if cell.defense == row.spec]
     ran = [cell for cell in cells if cell.status == "ok" and cell.likeness]
-    alone = {c.attack or c.kind: exchange_test(Likenesses.of(case, [c]).images, case.slots, case.spec.seed).p for c in ran}
+    alone = {c.attack or c.kind: Likenesses.of(case, [c]).exchanged(case).p for c in ran}
     return {
         "defense": name,
         "verdict": row.verdict,

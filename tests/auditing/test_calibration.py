@@ -15,6 +15,7 @@ from scipy.stats import binomtest
 from gradveil.auditing.case import Case
 from gradveil.auditing.spec import make_spec
 from gradveil.data import DataSet
+from gradveil.metrics import identify
 
 KINDS = ("noise-alone", "stranger", "other-class", "constant")
 
@@ -67,9 +68,11 @@ def test_strangers_of_chest_images_in_batches_of_eight_and_nearly_black_images_r
         for label in case.slots.label:
             same_class = (stranger.labels == label).nonzero().flatten()
             answers.append(stranger.images[same_class[torch.randint(len(same_class), (1,), generator=stream)]])
-        table = calibration.private_table(case, [torch.cat(answers).unflatten(0, (8, 8))])
+        images, (label, batch) = torch.cat(answers), map(torch.from_numpy, (case.slots.label, case.slots.batch))
+        nearest = identify(case.tested.x[:64], label, images, case.distractors, batch=batch).nearest.numpy()
+        table = calibration.private_table(case, [images.unflatten(0, (8, 8))])
         audits = [calibration.audit_slots(case.slots, 8, 0)]
-        alarms += calibration.redraw(case, table, audits, seed, 100)
-        seen += calibration.redraw(case, table, audits, seed, 10, planted=1)
+        alarms += calibration.redraw(case, table, nearest, audits, seed, 100)
+        seen += calibration.redraw(case, table, nearest, audits, seed, 10, planted=1)
     assert binomtest(alarms, 400, 0.05).pvalue > 0.001, alarms
     assert seen >= 36  # of 40: one exact image of 64
