@@ -77,13 +77,18 @@ def measured(name: str, defense: str, options: argparse.Namespace) -> dict[str, 
 def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield from ("# What a defense costs", "")
     yield from INTRODUCTION.splitlines()
-    for name in FEDERATIONS:
+    shown = []
+    for name, (data, images) in FEDERATIONS.items():
         mine = [part for part in parts.values() if part["federation"] == name]
         if mine:
-            yield from ("", f"## {FEDERATIONS[name][0]}, {FEDERATIONS[name][1]} images per client", "", f"{mine[0]['scope']}.")
+            shown.append(mine[0]["command"])
+            yield from ("", f"## {data}, {images} images per client", "", f"{mine[0]['scope']}.")
             head = ("defense", "defended", "accuracy", "train", "loss, %", "goal", "server's rate", "cosine", "time")
             yield from table(head, rows_of(mine))
-    yield from commands("The commands:", (part["command"] for part in parts.values()))
+            done = {part["rows"][-1]["defense"] for part in mine}
+            missing = [f"`{defense}`" for defense in (*DEFENSES, *CRAFTING) if defense not in done]
+            yield from ("", f"Not measured yet: {', '.join(missing)}.") if missing else ()
+    yield from commands("The first command of each table; the others differ in the defense:", shown)
 
 
 def rows_of(parts: list[dict[str, Any]]) -> Iterable[Iterable[object]]:
