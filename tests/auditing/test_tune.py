@@ -116,6 +116,7 @@ def test_of_a_setting_that_leaks_by_the_first_attacks_no_others_are_asked(tmp_pa
     asked = {row.spec: {attack.spec for attack in row.attacks} for row in finished.searched.defenses}
     assert asked["gaussian:relative=3.0"] == {"linear", "rgap", "april", "token-span"} == asked["none"]
     assert asked["gaussian:relative=30.0"] == asked["none"] | {"patch-span", "noise-likelihood"}
+    assert "What leaks was attacked only until that was seen" in finished.tuned.notes[0]
 
 
 def test_all_files_say_the_same(tuned: gv.TuneReport) -> None:

@@ -285,6 +285,8 @@ class _Tune:
     def _notes(self, settings: Sequence[TriedSetting], control: Finding) -> list[str]:
         """What the reader must know beside the recommendation."""
         notes = []
+        if self.asked:
+            notes.append("What leaks was attacked only until that was seen; all attacks together may get more of it.")
         if any(s.basis in ("line-up", "certificate") for s in settings):
             notes.append(
                 "Where the verdict is `cannot tell`, the picture decides nothing: that setting rests on the line-up, and on "
