@@ -233,6 +233,7 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 20) -> dict[s
         counts = [n for n in PLANTED[part.batch] if n <= part.victims * part.batch // 2]
         planted = {str(n): redraw(case, table, nearest["stranger"], audits, part.seed, draws, n) for n in counts}
     return {
+        "hits": True,  # the second statistic of the test
         "audits": part.audits,
         "alarms": alarms,
         "draws": draws,
@@ -342,6 +343,8 @@ def page(parts: Sequence[dict[str, object]]) -> Iterable[str]:
     """The lines of the page."""
     yield from ("# Calibration of the verdict", "")
     yield f"Written by `benchmarks/calibration.py write` from {len(parts)} runs over four null defenses each."
+    if before := sum("hits" not in part for part in parts):
+        yield f"{before} of them were judged by the sum of the evidence alone, before hits were a second statistic of the test."
     yield "A run is read as several audits of different victims with common strangers: of 32 images at batch 1 and of 8 batches"
     yield "of 8; for the suite of 4 images and of one batch of 8, at half height and width. `draws`: other victims and"
     yield "strangers against the answers of these audits. Intervals are 95%."
