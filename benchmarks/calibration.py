@@ -226,12 +226,11 @@ def run_part(part: Part, data: DataSet | None = None, draws: int = 20) -> dict[s
     likenesses = {kind: Likenesses.of(case, ran) for kind, ran in cells.items()}
     alarms = {kind: sum(a.leaks(alike, part.seed) for a in audits) for kind, alike in likenesses.items()}
     tables = {kind: private_table(case, images) for kind, images in answers.items() if images}
-    nearest = {kind: alike.nearest for kind, alike in likenesses.items()}
-    redrawn = {kind: redraw(case, table, nearest[kind], audits, part.seed, draws) for kind, table in tables.items()}
+    redrawn = {kind: redraw(case, table, likenesses[kind].nearest, audits, part.seed, draws) for kind, table in tables.items()}
     planted = {}
     if (table := tables.get("stranger")) is not None:
         counts = [n for n in PLANTED[part.batch] if n <= part.victims * part.batch // 2]
-        planted = {str(n): redraw(case, table, nearest["stranger"], audits, part.seed, draws, n) for n in counts}
+        planted = {str(n): redraw(case, table, likenesses["stranger"].nearest, audits, part.seed, draws, n) for n in counts}
     return {
         "hits": True,  # the second statistic of the test
         "audits": part.audits,
@@ -253,9 +252,8 @@ class AuditSlots:
     table: tuple[NDArray[np.int64], ...]
     slots: Slots
 
-    def leaks(self, likenesses: Likenesses, seed: int) -> bool:
-        nearest = likenesses.nearest[self.victims]
-        return exchange_test(likenesses.images[self.table], self.slots, seed, nearest=nearest).leaks
+    def leaks(self, alike: Likenesses, seed: int) -> bool:
+        return exchange_test(alike.images[self.table], self.slots, seed, nearest=alike.nearest[self.victims]).leaks
 
 
 def audit_slots(whole: Slots, victims: int, number: int) -> AuditSlots:
