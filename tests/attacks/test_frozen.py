@@ -14,14 +14,16 @@ from gradveil.attacks.base import Target
 from gradveil.attacks.matching import frozen
 from gradveil.attacks.matching.distances import L2, LEAST, Cosine, Distance, RelativeL2
 from gradveil.attacks.matching.engine import solve
+from gradveil.attacks.matching.head import reduce_to_head
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
-from gradveil.attacks.matching.problem import Match, Problem
+from gradveil.attacks.matching.problem import Insight, Match, Problem
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, observe
 from gradveil.core.task import Task
 from gradveil.core.types import Update
+from gradveil.defenses.model.precode import Precode
 from gradveil.models import build
 
 SHAPE = (3, 32, 32)
@@ -96,6 +98,39 @@ def test_whole_call_has_the_values_and_priors_of_the_exact_route() -> None:
     assert not route.exact
     torch.testing.assert_close(found_value, value, rtol=1e-3, atol=1e-5)
     assert (found_gradient - gradient).norm() < 0.02 * gradient.norm()
+
+
+@pytest.mark.parametrize("distance", [Cosine(), RelativeL2()])
+@pytest.mark.parametrize("kind", ["masked", "limited"])
+def test_what_a_counter_knows_enters_where_attacks_run_without_gradients(distance: Distance, kind: str) -> None:
+    one = target("convnet:width=4")
+    masks = {name: (t.abs() > t.abs().median()).to(t) for name, t in one.updates().items()}
+    insight = Insight(masks) if kind == "masked" else Insight(limits=torch.full((2,), 0.02))
+    problem = Problem(one, Match(distance, ()), insight)
+    x = torch.randn(one.shape, generator=one.rng)
+    with torch.no_grad():
+        value, gradient = frozen.Frozen(problem).row(x[0], 0)
+    exact_value, exact = problem(x)
+    assert value.item() == pytest.approx(exact_value[0].item(), rel=1e-3)
+    assert (gradient.sign() == exact[0].sign()).float().mean() >= frozen.AGREEMENT
+
+
+def test_a_network_that_is_cut_before_a_bottleneck_adds_no_penalty_of_it() -> None:
+    module = Precode(k=4).model(build("convnet:width=4", input_shape=SHAPE, num_classes=4, seed=1), SHAPE)
+    one = target(module)
+    head = reduce_to_head(one, _encoder(module))
+    assert head is not None
+    x = torch.randn(one.shape, generator=one.rng)
+    problem = Problem(head.target, Match(Cosine(), ()))
+    with torch.no_grad():
+        value, gradient = frozen.Frozen(problem).row(x[0], 0)
+    exact_value, exact = problem(x)
+    assert value.item() == pytest.approx(exact_value[0].item(), rel=1e-3)
+    assert (gradient.sign() == exact[0].sign()).float().mean() >= frozen.AGREEMENT
+
+
+def _encoder(module: nn.Module) -> str:
+    return next(path for path, _ in module.named_modules() if path.endswith("bottleneck.encoder"))
 
 
 def test_masks_of_the_first_pass_are_what_makes_it_right() -> None:

@@ -101,18 +101,29 @@ class ModelFunction:
         """The same function with nothing left to chance by dropout: an adversary does not know which units it dropped."""
         if self.mode == "eval" or not any(_drops(part) for part in self.module.modules()):
             return self
-        duplicate = copy.copy(self)
-        duplicate.module, duplicate._routes = copy.deepcopy(self.module), {}
-        duplicate._penalties = _penalties(duplicate.module) if self._penalties else []
+        duplicate = self.with_module(copy.deepcopy(self.module))
         for part in duplicate.module.modules():
             for name in _drops(part):
                 vars(part)[name] = 0.0
         return duplicate
 
+    def with_module(self, module: nn.Module) -> "ModelFunction":
+        """The same function by another module with the same parameters and submodules."""
+        duplicate = self._duplicate()
+        duplicate.module = module
+        duplicate._penalties = _penalties(module) if self._penalties else []
+        return duplicate
+
     def restricted_to(self, names: list[str]) -> "ModelFunction":
         """The same function; its gradients are of these parameters alone."""
+        duplicate = self._duplicate()
+        duplicate.trainable = names
+        return duplicate
+
+    def _duplicate(self) -> "ModelFunction":
         duplicate = copy.copy(self)
-        duplicate.trainable, duplicate._routes = names, {}
+        duplicate._routes = {}
+        vars(duplicate).pop("without_dropout", None)  # that of the original
         return duplicate
 
     def uncoupled(self, state: Tensors, x: Tensor) -> tuple["ModelFunction", Tensors]:
@@ -121,9 +132,7 @@ class ModelFunction:
             return self, state
         with self.batch_moments() as moments, torch.no_grad():
             self(state, x, self.draw_noise(len(x), torch_stream(0)))
-        duplicate, state = copy.copy(self), dict(state)
-        duplicate.module, duplicate._routes = copy.deepcopy(self.module), {}
-        duplicate._penalties = _penalties(duplicate.module) if self._penalties else []
+        duplicate, state = self.with_module(copy.deepcopy(self.module)), dict(state)
         for moment in moments:
             layer = duplicate.module.get_submodule(moment.path.removesuffix("."))
             for name, values in (("running_mean", moment.mean), ("running_var", moment.variance)):

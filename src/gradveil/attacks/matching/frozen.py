@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradveil.attacks.matching.distances import Cosine
 from gradveil.attacks.matching.problem import Problem
-from gradveil.core.gradients import ModelFunction
 from gradveil.core.loops import Snapshot, State
 from gradveil.core.types import Tensors
 
@@ -52,8 +51,7 @@ class Frozen(Snapshot):
 
     def __init__(self, problem: Problem):
         self.problem, self.epsilon, self.calls, self.exact = problem, EPSILONS[0], 0, False
-        model = problem.target.model
-        self.model = ModelFunction(_replayed(model.module), model.loss_fn, model.mode)
+        self.model = problem.target.model.with_module(_replayed(problem.target.model.module))
         self._layers = [m for m in self.model.module.modules() if isinstance(m, _Replayed)]
         self._sizes = [_norm(tensors) for tensors in problem.observed]
 
@@ -107,7 +105,7 @@ class Frozen(Snapshot):
         """Distance, the weights one step along its derivative by the update, and the factor of the difference."""
         problem, names = self.problem, self.problem.names
         victim = row // problem.match.restarts
-        plain = not problem.insight.weights
+        plain = not problem.insight.weights and problem.insight.limits is None
         if isinstance(problem.match.distance, Cosine) and plain:
             # V = (cos·a/|a| − b/|b|) / |a| for the update a and the target b: no need to build it first.
             a, b = [update[n] for n in names], [t[victim] for t in problem.observed[sighting]]
@@ -122,7 +120,7 @@ class Frozen(Snapshot):
         leaves = {n: g[None].requires_grad_() for n, g in update.items()}
         with torch.enable_grad():
             value = problem.compare(leaves, problem.rows.at(torch.tensor([row])), sighting)
-        slope = torch.autograd.grad(value.sum(), list(leaves.values()))
+            slope = torch.autograd.grad(value.sum(), list(leaves.values()))
         length = _norm(slope)[0].clamp_min(1e-30)
         share = float(self.epsilon / length)
         moved = {n: state[n] + share * v[0] for n, v in zip(names, slope, strict=True)}
