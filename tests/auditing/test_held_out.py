@@ -45,3 +45,20 @@ def test_another_training_is_another_case_and_a_wrong_one_is_refused() -> None:
     assert plain.id == same.id != other.id
     with pytest.raises(UserError, match="lion"):
         make_spec({**SPEC, "trained_by": "lion"})
+
+
+def test_one_training_without_a_defense_serves_all_that_keep_the_network(tmp_path) -> None:
+    defenses = ["clip:norm=0.001", "precode:k=8"]
+    case = Case(make_spec({**SPEC, "defenses": defenses, "attacks": ["rgap"], "trained_under": "none", "victims": 1}))
+    plan = make_plan(case)
+    assert [cell.defense for cell in plan if cell.kind == "train"] == ["none", "precode:k=8"]
+    assert plan.of("observe", "clip:norm=0.001")[0].needs == plan.of("observe", "none")[0].needs
+    run = run_audit(case, Execution(out=tmp_path / "run", workers=0))
+    assert all("trained for 1 epoch without a defense" in row.scope for row in run.summary.defenses)
+    clipped = next(row for row in run.summary.defenses if row.spec == "clip:norm=0.001")
+    assert clipped.gradient is not None and clipped.gradient.cosine == pytest.approx(1.0, abs=1e-5)
+    under_itself = Case(make_spec({**SPEC, "defenses": defenses}))
+    assert [cell.defense for cell in make_plan(under_itself) if cell.kind == "train"] == ["none", *defenses]
+    assert under_itself.id != Case(make_spec({**SPEC, "defenses": defenses, "trained_under": "none"})).id
+    with pytest.raises(UserError, match="--trained-epochs"):
+        make_spec({"trained_under": "none"})

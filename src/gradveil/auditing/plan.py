@@ -87,10 +87,9 @@ def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Co
     cells = [_cell(case, "baseline", metrics)]
     for text, defense in case.defenses.items():
         code = [_code(part) for part in defense.parts]
-        trained = case.spec.trained_rounds or case.spec.trained_epochs
-        train = [_cell(case, "train", code, text)] if trained else []
+        train = _training(case, case.trained_under(text))
         honest = _cell(case, "observe", code, text, needs=train)
-        cells += [*train, honest]
+        cells += [*(cell for cell in train if cell.defense == text), honest]
         for name in attacks_on(case, defense):
             if text in asked and name not in asked[text]:
                 continue
@@ -106,6 +105,13 @@ def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Co
         if case.spec.utility and text not in unpriced:
             cells.append(_cell(case, "utility", [*code, utility.VERSION, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))
+
+
+def _training(case: Case, text: str) -> list[Cell]:
+    """The training of the attacked model under a defense; none for an untrained one."""
+    if not (case.spec.trained_rounds or case.spec.trained_epochs):
+        return []
+    return [_cell(case, "train", [_code(part) for part in case.defenses[text].parts], text)]
 
 
 def _code(method: Attack | Defense) -> list[object]:

@@ -85,6 +85,9 @@ class AuditSpec(BaseModel):
     trained_by: Annotated[str, OUTSIDE_CASE] = Field(  # a term of the case where it is not sgd, see `Case.terms`
         "sgd", description="How central epochs train: adam:lr=X, sgd:lr=X,nesterov=true,milestones=N/M."
     )
+    trained_under: Annotated[Literal["defense", "none"], OUTSIDE_CASE] = Field(  # a term where it is none, see `Case.terms`
+        "defense", description="Training of the model: under each defense, or none, as where a federation takes one up later."
+    )
     held_out: Annotated[bool, OUTSIDE_CASE] = Field(  # a term of the case where it is set, see `Case.terms`
         False, description="Victims took no part in the training of the attacked model."
     )
@@ -158,6 +161,8 @@ class AuditSpec(BaseModel):
             raise UserError("a line-up needs at least 2 candidates; --line-up 0 leaves it out.")
         if self.aggregate > 1 and self.knowledge == "upper-bound":
             raise UserError("--aggregate hides what single clients draw; --knowledge upper-bound would grant it.")
+        if self.trained_under == "none" and not (self.trained_rounds or self.trained_epochs):
+            raise UserError("--trained-under says how --trained-rounds or --trained-epochs train; give one of them.")
         if self.trained_rounds and self.trained_epochs:
             raise UserError("give --trained-rounds or --trained-epochs, not both.")
         if self.local_steps > 1 and (self.local_epochs > 1 or self.local_batch_size):

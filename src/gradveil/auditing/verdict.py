@@ -100,6 +100,8 @@ def scope(case: Case, malicious: Sequence[str] = ()) -> str:
     state = "an untrained model"
     for count, word in ((spec.trained_rounds, "round"), (spec.trained_epochs, "epoch")):
         state = f"a model trained for {plural(count, word)}" if count else state
+    if spec.trained_under == "none":
+        state += " without a defense"
     sent = case.training.in_words(spec.batch_size)
     seen = f", {spec.updates} updates of each batch" if spec.updates > 1 else ""
     summed = f" of each of {spec.aggregate} clients, only their sum is seen" if spec.aggregate > 1 else ""
@@ -290,7 +292,7 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
     )
-    trained = [cells[cell.key] for cell in plan.of("train", text)]
+    trained = [cells[cell.key] for cell in plan.of("train", case.trained_under(text))]
     return row.model_copy(update={"warnings": defense_notices(case, defense, trained, observed, all_cells, row)})
 
 

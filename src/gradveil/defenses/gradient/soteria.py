@@ -12,7 +12,7 @@ from gradveil.core.settings import settings
 from gradveil.core.types import Tensors
 from gradveil.defenses import Defense, Step, defense
 
-_CHUNK = 2**24  # entries of the Jacobian held at once
+_CHUNK = 2**20  # entries of the Jacobian held at once; more leave the cache and take longer
 
 
 @defense("soteria")
