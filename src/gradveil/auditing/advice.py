@@ -43,6 +43,13 @@ AGGREGATE, MOST_AGGREGATE = 8, 64  # clients of a sum that is proposed
 _BUDGETS = {"quick": "standard", "standard": "thorough"}
 
 
+def is_strong(control: DefenseRow | None) -> bool:
+    """Whether the attacks get so much without a defense that their failing under one means something."""
+    test = control.test if control else None
+    leaks = control is not None and control.verdict == LEAKS
+    return leaks and test is not None and test.control_rate - test.control_null >= LEAST_EXCESS
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All that a recommendation rests on."""
@@ -66,10 +73,7 @@ class Evidence:
 
     @property
     def strong_control(self) -> bool:
-        """Whether the attacks get so much without a defense that their failing under one means something."""
-        test = self.control.test if self.control else None
-        leaks = self.control is not None and self.control.verdict == LEAKS
-        return leaks and test is not None and test.control_rate - test.control_null >= LEAST_EXCESS
+        return is_strong(self.control)
 
     def near_chance(self, row: DefenseRow | None) -> bool:
         """Whether the model was measured and has learnt next to nothing."""

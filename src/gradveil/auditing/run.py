@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from gradveil.auditing.limits import Execution, Limits, find_device, share_of_me
 from gradveil.auditing.plan import Cell, make_plan, weights_of
 from gradveil.auditing.progress import Display
 from gradveil.auditing.spec import make_spec
+from gradveil.auditing.stages import Asked, Stages
 from gradveil.auditing.verdict import judge
 from gradveil.auditing.workers import run_cells
 from gradveil.core.errors import UserError
@@ -46,11 +47,11 @@ def run_audit(
     *,
     deadline: float | None = None,
     unpriced: Collection[str] = (),
-    asked: Mapping[str, Collection[str]] | None = None,
+    settled: Asked | None = None,
 ) -> FinishedRun:
     """Do all cells that are not stored yet. With 0 workers, or objects that have no text, in this process.
 
-    A `deadline` (of `time.monotonic`) ends the work. For `unpriced` and `asked` see `make_plan`.
+    A `deadline` (of `time.monotonic`) ends the work. For `unpriced` see `make_plan`, for `settled` see `Stages`.
     """
     begun, execution = time.perf_counter(), execution or Execution()
     if execution.ray is not None and not case.spec.in_words:
@@ -61,18 +62,21 @@ def run_audit(
         deadline = time.monotonic() + 60 * execution.minutes
         fitted = _fitted(case, execution, deadline, display)
         case, left_out = fitted.case, fitted.left_out
-    plan = make_plan(case, unpriced, asked)
     remove_leftover_folders()
     with RunFolder(execution.out or default_folder(case)).opened(identity_of(case)) as folder:
-        missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
-        for kind, seconds in left_out.items():
-            cells = [cell for cell in missing if cell.kind == kind]
-            for cell in cells:
-                outcome = Outcome(status="not run", error="left out: no time", expected_cpu_seconds=seconds / len(cells))
-                folder.write(cell, outcome)
-        missing = [cell for cell in missing if cell.kind not in left_out]
-        complete(plan.cells, missing, case, folder, execution, display, deadline)
-        summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
+        stages = Stages(case.spec, settled)
+        for asked in stages:
+            plan = make_plan(case, unpriced, asked)
+            missing = [cell for cell in plan if folder.read(cell.key, display.note) is None]
+            for kind, seconds in left_out.items():
+                cells = [cell for cell in missing if cell.kind == kind]
+                for cell in cells:
+                    outcome = Outcome(status="not run", error="left out: no time", expected_cpu_seconds=seconds / len(cells))
+                    folder.write(cell, outcome)
+            missing = [cell for cell in missing if cell.kind not in left_out]
+            complete(plan.cells, missing, case, folder, execution, display, deadline)
+            summary = judge(case, plan, {cell.key: folder.outcome(cell.key) for cell in plan})
+            stages.settle(summary)
         folder.finish(summary, time.perf_counter() - begun)
     return FinishedRun(folder.path, summary)
 

@@ -62,6 +62,9 @@ class AuditSpec(BaseModel):
         (SUITE,), validate_default=True, description="name:key=value,… or the suite; repeat."
     )
     without: Annotated[tuple[str, ...], OUTSIDE_CASE] = Field((), description="Attack of the suite that is left out; repeat.")
+    until_leak: Annotated[bool, OUTSIDE_CASE] = Field(
+        False, description="With the suite: fast attacks first, and no others on a defense that leaks by them."
+    )
     victims: int = Field(8, ge=1, description="Private batches that are attacked.")
     skip_victims: Annotated[int, OUTSIDE_CASE] = Field(  # a term of the case where it is not 0, see `Case.terms`
         0, ge=0, description="Victims that are passed over: those of an earlier audit, so that these are fresh ones."

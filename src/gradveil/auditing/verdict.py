@@ -17,7 +17,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.cost import utility_row
 from gradveil.auditing.line_up import line_up_risk
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
-from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, needed_for_shares, suite_name
+from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, attacks_on, needed_for_shares, suite_name
 from gradveil.auditing.spec import written
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
@@ -84,7 +84,7 @@ def judge(case: Case, plan: Plan, cells: Cells) -> Summary:
         scope=scope(case),
         case=CaseFacts.model_validate({**case.terms, **facts}),
         granted=("the model and every update that is sent", *granted),
-        not_tested=(*not_tested(case), *left_out(case, cells.values())),
+        not_tested=(*not_tested(case), *left_out(case, cells.values()), *_not_asked(case, plan)),
         warnings=audit_notices(case, defenses, control.weak),
         victims_needed=needed,
         defenses=defenses,
@@ -124,6 +124,14 @@ def left_out(case: Case, cells: Iterable[StoredCell]) -> list[str]:
     return [f"{reason}: {', '.join(names)}" for reason, names in items.items() if names] + [
         f"the line-up under {cell.defense}: {cell.status} ({cell.error})" for cell in failed
     ]
+
+
+def _not_asked(case: Case, plan: Plan) -> list[str]:
+    """Attacks on defenses that leak without them."""
+    planned = {(cell.attack, cell.defense) for cell in plan if cell.kind == "attack"}
+    pairs = [(name, text) for text, defense in case.defenses.items() for name in attacks_on(case, defense)]
+    names = [f"{name} under {text}" for name, text in pairs if (name, text) not in planned]
+    return [f"left out, as a leak was seen before (all attacks together may get more): {', '.join(names)}"] if names else []
 
 
 def _expected(cell: StoredCell) -> str:

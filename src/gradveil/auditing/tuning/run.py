@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,8 @@ from gradveil.auditing.limits import Execution
 from gradveil.auditing.line_up import proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
-from gradveil.auditing.spec import CONTROL, AuditSpec
+from gradveil.auditing.spec import AuditSpec
+from gradveil.auditing.stages import Asked
 from gradveil.auditing.strength import StrengthScale
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning.bracket import Bracket, Standing
@@ -39,7 +40,7 @@ from gradveil.protection import audited
 from gradveil.storage.files import write_text
 from gradveil.storage.reading import read_yaml
 from gradveil.storage.run_folder import RunFolder
-from gradveil.summary import LEAKS, NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
+from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Rejection, RejectionCode, Summary
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
 LEAST_STRENGTHS = 2  # of each defense that must fit in the minutes: they may leak and hold
@@ -71,13 +72,6 @@ def _family(text: str) -> str:
     return scale.family if scale else ""
 
 
-def _stages(spec: AuditSpec) -> Iterator[tuple[str, ...] | None]:
-    """Attacks that are asked of a setting as long as it does not leak; None: all."""
-    if spec.suite:
-        yield from (spec.suite.first, spec.suite.common(spec.budget))
-    yield None
-
-
 class _Tune:
     """One search with all that its steps share."""
 
@@ -91,9 +85,7 @@ class _Tune:
         Case(self.spec.fresh())  # refuses at once what has no fresh victims
         self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
         self.brackets = self._brackets()
-        self.asked: dict[
-            str, tuple[str, ...]
-        ] = {}  # of settings that leak by few attacks, and of the control if it does: these
+        self.settled: Asked = {}  # settings that leak by few attacks, and the control if it does: these attacks
         self.searched: Summary  # of all settings that were tried
         self.fresh: Summary | None = None  # of those that were audited again
         self.again: dict[str, Finding] = {}  # what that audit says of each
@@ -127,18 +119,8 @@ class _Tune:
 
     def _attacked(self, texts: Sequence[str]) -> Summary:
         """The fast attacks first. Of a setting that leaks by them no others are asked, nor of a control that clearly does."""
-        case, open_texts = Case(self.spec.audit(defenses=texts)), {CONTROL, *texts} - self.asked.keys()
-        for attacks in _stages(self.spec):
-            asked = self.asked | (dict.fromkeys(open_texts, attacks) if attacks else {})
-            summary = run_audit(case, self.execution, self.display, deadline=self.deadline, asked=asked).summary
-            settled = {row.spec for row in summary.defenses if row.verdict == LEAKS and row.spec in open_texts}
-            if not self._evidence(self.spec, summary).strong_control:
-                settled.discard(CONTROL)
-            self.asked |= dict.fromkeys(settled, attacks) if attacks else {}
-            open_texts -= settled
-            if not open_texts:
-                break
-        return summary
+        case = Case(self.spec.audit(defenses=texts, until_leak=True))
+        return run_audit(case, self.execution, self.display, deadline=self.deadline, settled=self.settled).summary
 
     def _least(self, scale: StrengthScale) -> float | None:
         """The level at which the defense promises the risk; None where none is wanted."""
@@ -174,7 +156,7 @@ class _Tune:
         case = Case(self.spec.audit(defenses=tried or ["none"], utility=self.spec.utility if priced else None))
         unpriced = {text for text in tried if text not in priced}
         self.searched = run_audit(
-            case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced, asked=self.asked
+            case, self.execution, self.display, deadline=self.deadline, unpriced=unpriced, settled=self.settled
         ).summary
 
     # -- the choice ----------------------------------------------------------------------------------------------------
@@ -285,7 +267,7 @@ class _Tune:
     def _notes(self, settings: Sequence[TriedSetting], control: Finding) -> list[str]:
         """What the reader must know beside the recommendation."""
         notes = []
-        if self.asked:
+        if self.settled:
             notes.append("What leaks was attacked only until that was seen; all attacks together may get more of it.")
         if any(s.basis in ("line-up", "certificate") for s in settings):
             notes.append(
