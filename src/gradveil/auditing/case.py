@@ -16,7 +16,7 @@ from gradveil import attacks as attack_methods
 from gradveil import data as data_sets
 from gradveil import defenses as defense_methods
 from gradveil.attacks.base import Attack
-from gradveil.auditing.spec import CONTROL, AuditSpec, written
+from gradveil.auditing.spec import AuditSpec, written
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction, copied
 from gradveil.core.hashing import digest, short_hash, source_hash
@@ -92,11 +92,6 @@ class Case:
         keep = torch.ones(len(self.data.private), dtype=torch.bool)
         keep[self.victims.flatten()] = False
         return replace(self.data, private=self.data.private[keep.nonzero().flatten()])
-
-    def trained_under(self, text: str) -> str:
-        """The defense under which the attacked model is trained. New layers of a model stage are not trained without it."""
-        without = self.spec.trained_under == "none" and "model" not in self.defenses[text].stages
-        return CONTROL if without else text
 
     @property
     def public(self) -> Batch | None:

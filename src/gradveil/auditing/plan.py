@@ -15,7 +15,7 @@ from gradveil.attacks.base import Attack, Cost, Workload
 from gradveil.attacks.suite import suite_attacks, suite_named
 from gradveil.auditing import utility
 from gradveil.auditing.case import Case
-from gradveil.auditing.spec import written
+from gradveil.auditing.spec import CONTROL, written
 from gradveil.core.hashing import digest, short_hash, source_hash
 from gradveil.defenses.base import Defense
 from gradveil.metrics import direct_look, likeness_table
@@ -87,7 +87,7 @@ def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Co
     cells = [_cell(case, "baseline", metrics)]
     for text, defense in case.defenses.items():
         code = [_code(part) for part in defense.parts]
-        train = _training(case, case.trained_under(text))
+        train = _training(case, trained_under(case, text))
         honest = _cell(case, "observe", code, text, needs=train)
         cells += [*(cell for cell in train if cell.defense == text), honest]
         for name in attacks_on(case, defense):
@@ -105,6 +105,12 @@ def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Co
         if case.spec.utility and text not in unpriced:
             cells.append(_cell(case, "utility", [*code, utility.VERSION, case.spec.utility.model_dump()], text))
     return Plan(tuple(sorted(cells, key=lambda c: KINDS.index(c.kind))))
+
+
+def trained_under(case: Case, text: str) -> str:
+    """The defense under which the model that it is attacked on is trained. New layers of a defense are not trained without it."""
+    without = case.spec.trained_under == "none" and "model" not in case.defenses[text].stages
+    return CONTROL if without else text
 
 
 def _training(case: Case, text: str) -> list[Cell]:

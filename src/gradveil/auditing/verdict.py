@@ -17,7 +17,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.cost import utility_row
 from gradveil.auditing.line_up import line_up_risk
 from gradveil.auditing.notices import audit_notices, defense_notices, not_tested, only_rescaled
-from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, attacks_on, needed_for_shares, suite_name
+from gradveil.auditing.plan import KIND_NAMES, Cell, Plan, attacks_on, needed_for_shares, suite_name, trained_under
 from gradveil.auditing.spec import written
 from gradveil.core.errors import UserError
 from gradveil.core.results import ImageScores, ScoreRow, Statistic, strongest
@@ -300,7 +300,7 @@ def _defense(case: Case, plan: Plan, cells: Cells, text: str, control: Control, 
         attacks=tuple(row for cell in plan.of("attack", text) for row in _rows(case, counters, cell, cells[cell.key])),
         worst=_worst(case, ran),
     )
-    trained = [cells[cell.key] for cell in plan.of("train", case.trained_under(text))]
+    trained = [cells[cell.key] for cell in plan.of("train", trained_under(case, text))]
     return row.model_copy(update={"warnings": defense_notices(case, defense, trained, observed, all_cells, row)})
 
 

@@ -159,5 +159,9 @@ def _show_plan(case: Case, execution: Execution) -> None:
         f"{seconds_text(limit)} where no search ends early; about {seconds_text(wall)} with {workers} at work.",
         highlight=False,
     )
+    if case.spec.until_leak:
+        console.print(
+            "--until-leak takes less: attacks on a defense that leaks before them are counted, and not run.", highlight=False
+        )
     share, needed = expected_power(case)
     console.print(f"{visible(share)} {needed_sentence(needed)} Assumed: a leak rebuilds an image exactly.", highlight=False)
