@@ -108,7 +108,7 @@ def make_plan(case: Case, unpriced: Collection[str] = (), asked: Mapping[str, Co
 
 
 def trained_under(case: Case, text: str) -> str:
-    """The defense under which the model that it is attacked on is trained. New layers of a defense are not trained without it."""
+    """The defense under which its attacked model is trained. Layers that a defense adds are not trained without it."""
     without = case.spec.trained_under == "none" and "model" not in case.defenses[text].stages
     return CONTROL if without else text
 
