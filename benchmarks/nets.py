@@ -3,14 +3,17 @@
     GRADVEIL_DATA=… python benchmarks/nets.py run --audits flower-cnn-8 flower-cnn-8-trained --runs FOLDER
     python benchmarks/nets.py write
 
-`run` does the audits that are not stored yet; one that was interrupted goes on from its folder in `--runs`. `write` puts all
-stored audits into docs/results/nets.md.
+`run` does the audits that are not stored yet; one that was interrupted goes on from its folder in `--runs`. Audits of hours
+also keep their finished searches beside the stored audits, so that another machine can go on. `write` puts all stored audits
+into docs/results/nets.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from stored_parts import command_line, commands, table
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import make_plan
-from gradveil.auditing.run import run_audit
+from gradveil.auditing.run import identity_of, run_audit
 from gradveil.auditing.spec import make_spec
 from gradveil.storage.files import write_json
 from gradveil.storage.run_folder import RunFolder
@@ -37,8 +40,9 @@ AUDITS: dict[str, dict[str, object]] = {
         "defenses": DEFENSES,
         # By SGD at the default rate LeNet with PRECODE learns nothing.
         **({"trained_epochs": 8, "trained_under": "none", "trained_by": "adam:lr=0.001"} if trained else {}),
-        # Seven hours of one core, or two and a half: line-ups take 14 minutes per defense there, a search 20.
-        **({"line_up": 0, "until_leak": True} if net == "resnet18" else {}),
+        # Hours of one core: line-ups would take 14 minutes per defense, and a search takes 24. Searches without pictures are
+        # small files.
+        **({"line_up": 0, "until_leak": True, "pictures": "none"} if net == "resnet18" else {}),
     }
     for net, data in NETS.items()
     for size in (1, 8)
@@ -79,12 +83,39 @@ def run(options: argparse.Namespace) -> None:
         file = options.store / f"{name}.json"
         if not file.exists():
             case = Case(make_spec({**AUDITS[name], "seed": options.seed}))
-            run = run_audit(case, Execution(out=options.runs / f"{name}-{options.seed}", workers=options.workers))
+            folder, searches = options.runs / f"{name}-{options.seed}", options.store / "searches" / f"{name}-{options.seed}"
+            with kept_searches(case, folder, searches):
+                run = run_audit(case, Execution(out=folder, workers=options.workers))
             part: dict[str, Any] = {"suite": run.summary.suite, "scope": run.summary.scope, "command": run.summary.command}
             part["accuracy"] = accuracies(case, RunFolder(run.folder))
             write_json(file, {**part, "images": case.spec.victims * case.spec.batch_size, "defenses": facts(run.summary)})
+            shutil.rmtree(searches, ignore_errors=True)
             for row in facts(run.summary):
                 print(name, row, flush=True)
+
+
+@contextmanager
+def kept_searches(case: Case, folder: Path, kept: Path) -> Iterator[None]:
+    """Begin with the searches in `kept`, and put all finished ones there at the end, however it comes."""
+    if case.spec.pictures != "none":
+        yield
+        return
+    with RunFolder(folder).opened(identity_of(case)):
+        _copy(kept, folder / "cells")
+    try:
+        yield
+    finally:
+        run = RunFolder(folder)
+        searches = [key for key, cell in run.cells().items() if cell.kind == "attack" and cell.status == "ok"]
+        _copy(folder / "cells", kept, searches)
+
+
+def _copy(source: Path, target: Path, keys: Iterable[str] | None = None) -> None:
+    """The files of cells that the target lacks; without `keys`, all."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.glob("*.json")) if keys is None else [source / f"{key}.json" for key in keys]:
+        if not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
 
 
 def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:

@@ -50,7 +50,7 @@ def test_on_a_large_network_swift_spends_its_seconds_on_one_search() -> None:
     swift, small, large = Swift(), work(16), work(2**21)
     assert swift.cost(small).rows == len(DISTANCES)
     assert swift.cost(large) == (large.steps(swift.adam_steps, signed=True), 1, 0)
-    assert Swift(adam_steps=0).cost(large).rows == len(DISTANCES)
+    assert Swift(adam_steps=0).cost(large) == swift.cost(large)  # nothing else is affordable
 
 
 def test_the_inversion_of_features_stays_within_the_budget_of_every_network() -> None:

@@ -105,18 +105,8 @@ class Frozen(Snapshot):
         """Distance, the weights one step along its derivative by the update, and the factor of the difference."""
         problem, names = self.problem, self.problem.names
         victim = row // problem.match.restarts
-        plain = not problem.insight.weights and problem.insight.limits is None
-        if isinstance(problem.match.distance, Cosine) and plain:
-            # V = (cos·a/|a| − b/|b|) / |a| for the update a and the target b: no need to build it first.
-            a, b = [update[n] for n in names], [t[victim] for t in problem.observed[sighting]]
-            size, other = _norm([t[None] for t in a])[0], self._sizes[sighting][victim]
-            cosine = sum((p * q).sum() for p, q in zip(a, b, strict=True)) / (size * other)
-            length = (1 - cosine**2).clamp_min(1e-12).sqrt() / size
-            step = self.epsilon / (length * size)
-            torch._foreach_mul_(a, float(step * cosine / size))
-            torch._foreach_add_(a, b, alpha=-float(step / other))
-            torch._foreach_add_(a, [state[n] for n in names])
-            return 1 - cosine, dict(zip(names, a, strict=True)), length / self.epsilon
+        if isinstance(problem.match.distance, Cosine) and problem.insight.limits is None:
+            return self._move_by_cosine(state, update, victim, sighting)
         leaves = {n: g[None].requires_grad_() for n, g in update.items()}
         with torch.enable_grad():
             value = problem.compare(leaves, problem.rows.at(torch.tensor([row])), sighting)
@@ -125,6 +115,25 @@ class Frozen(Snapshot):
         share = float(self.epsilon / length)
         moved = {n: state[n] + share * v[0] for n, v in zip(names, slope, strict=True)}
         return value.detach()[0], moved, length / self.epsilon
+
+    def _move_by_cosine(self, state: Tensors, update: Tensors, victim: int, sighting: int) -> tuple[Tensor, Tensors, Tensor]:
+        """V = w · (cos·a/|a| − b/|b|) / |a| for the update a, the target b and their weights w: no need to build it first."""
+        names, factors = self.problem.names, self.problem.insight.weights
+        weighted = {n: factors[n][victim] for n in names if n in factors}
+        a = [update[n] * weighted[n] if n in weighted else update[n] for n in names]
+        b = [t[victim] for t in self.problem.observed[sighting]]
+        size, other = _norm([t[None] for t in a])[0], self._sizes[sighting][victim]
+        cosine = sum((p * q).sum() for p, q in zip(a, b, strict=True)) / (size * other)
+        torch._foreach_mul_(a, float(cosine / size))
+        torch._foreach_add_(a, b, alpha=-float(1 / other))
+        if weighted:
+            for name, t in zip(names, a, strict=True):
+                t.mul_(weighted.get(name, 1.0))
+            length = _norm([t[None] for t in a])[0].clamp_min(1e-6)
+        else:
+            length = (1 - cosine**2).clamp_min(1e-12).sqrt()
+        moved = torch._foreach_add([state[n] for n in names], a, alpha=float(self.epsilon / length))
+        return 1 - cosine, dict(zip(names, moved, strict=True)), length / size / self.epsilon
 
     def _agrees(self, x: Tensor) -> bool:
         """Whether the first row's signs are those of the exact route, for the first step length that serves."""

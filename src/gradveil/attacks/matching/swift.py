@@ -53,6 +53,7 @@ NEARING = 0.6  # the same on a smooth net, of a search that was cut short after 
 SAME = 0.01  # relative change of the residual within which a victim has ended where it was before
 LENGTHEN = {"quick": 1.0, "standard": 1.0, "thorough": 3.0}
 MOMENTS = 10.0  # weight of the moments of the batch, where clients send BatchNorm's statistics
+ONLY = 1200  # iterations of signed Adam where there is no time for anything else
 CYCLE = ((1e-3, 200), (1e-4, 80))  # once more down the ladder, by cosine, from where a victim is
 
 
@@ -64,7 +65,8 @@ class Swift(Attack):
         restarts, cycles: further starts for victims that did not converge, further descents for victims that are close.
         converged, exact: residual (share of the update's size) below which a victim needs no new start, and is done.
         closed: begin with the closed form where there is one.
-        adam_steps: iterations of signed Adam for victims that never converge, scaled by the budget.
+        adam_steps: iterations of signed Adam for victims that never converge, scaled by the budget; 0 for none, but where
+            the net is too large for anything else.
     Example: gradveil audit --attack swift:restarts=4
     """
 
@@ -73,7 +75,7 @@ class Swift(Attack):
     converged: float = Field(default=1e-3, gt=0)
     exact: float = Field(default=1e-6, gt=0)
     closed: bool = True
-    adam_steps: int = Field(default=1200, ge=0)
+    adam_steps: int = Field(default=ONLY, ge=0)
 
     def cost(self, work: Workload) -> Cost:
         """Of a victim that no closed form explains and that ends close, or far from a fit; new starts are rare."""
@@ -145,10 +147,11 @@ class Swift(Attack):
         return Answer(solution.x, residual(target, solution.x, insight=insight), iterations=solution.iterations)
 
     def _affords_portfolio(self, work: Workload) -> bool:
-        return not self.adam_steps or len(DISTANCES) * _portfolio_evaluations(work) <= work.evaluations
+        return len(DISTANCES) * _portfolio_evaluations(work) <= work.evaluations
 
     def _adam_steps(self, work: Workload) -> int:
-        return work.steps(self.adam_steps, signed=True) if self.adam_steps else 0
+        steps = self.adam_steps if self._affords_portfolio(work) else self.adam_steps or ONLY
+        return work.steps(steps, signed=True) if steps else 0
 
 
 class SwiftCounter(Attack):
