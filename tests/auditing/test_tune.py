@@ -13,13 +13,15 @@ from torch import nn
 
 import gradveil as gv
 from gradveil.auditing.case import Case
+from gradveil.auditing.fit import Fitted
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import Stopped
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.tuning import choice
+from gradveil.auditing.tuning import run as tuning_run
 from gradveil.auditing.tuning.results import TuneSummary
-from gradveil.auditing.tuning.run import _Tune, run_tune
+from gradveil.auditing.tuning.run import _family, _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.certification.line_up import LineUpRisk
 from gradveil.cli import main
@@ -204,3 +206,22 @@ def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Pa
         assert 0.048 < gv.certify(first, rounds=1).upper <= 0.05
         bracket.record(first, "holds")
         assert bracket.next() is None, "a weaker one would break the promise"
+
+
+def test_with_few_minutes_fewer_defenses_are_searched_rather_than_attacked_by_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fitted(case: Case, minutes: float, workers: int, until: float) -> Fitted:
+        families = {_family(str(defense)) for defense in case.defenses} - {""}
+        asked.append(len(families))
+        if len(families) == 3:
+            raise UserError("--minutes 1 is too little")
+        without = ("noise-likelihood",) if len(families) > 1 else ("expectation",)
+        return Fitted(Case(case.spec.model_copy(update={"without": without})), "a note")
+
+    monkeypatch.setattr(tuning_run, "fit", fitted)
+    wanted = spec(defenses=["gaussian:std=0.1", "laplace:scale=0.1", "prune:ratio=0.9"], attacks=["standard"])
+    tune = _Tune(wanted, Execution(minutes=1.0, workers=0), Display())
+    assert asked == [3, 2, 1]
+    assert [scale.name for scale in tune.spec.scales] == ["gaussian"]
+    assert [(family.family, "no time" in family.text) for family in tune.left_out] == [("laplace", True), ("prune", True)]

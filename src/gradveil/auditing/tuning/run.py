@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
+from gradveil.attacks.suite import Counters
 from gradveil.auditing.advice import Evidence, advise, after
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
-from gradveil.auditing.fit import CHOSEN, fit
+from gradveil.auditing.fit import CHOSEN, SWIFT, Fitted, fit
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.line_up import proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
-from gradveil.auditing.spec import AuditSpec
+from gradveil.auditing.spec import AuditSpec, written
 from gradveil.auditing.stages import Asked
 from gradveil.auditing.strength import StrengthScale
 from gradveil.auditing.tuning import choice
@@ -36,6 +37,7 @@ from gradveil.auditing.utility import UtilityTraining, rounds_of_an_image
 from gradveil.certification.certificate import CERTAIN, LINE_UP
 from gradveil.core.errors import UserError
 from gradveil.core.text import listing, plural
+from gradveil.defenses.base import Defense
 from gradveil.protection import audited
 from gradveil.storage.files import write_text
 from gradveil.storage.reading import read_yaml
@@ -81,9 +83,9 @@ class _Tune:
             self.deadline = time.monotonic() + 60 * execution.minutes
         self.case = Case(spec.audit())
         self.execution = replace(execution, minutes=None, out=execution.out or default_folder(self.case))
+        self.left_out: list[FamilyOutcome] = []  # for lack of time; with a risk, defenses that cannot promise it
         self.spec, self.display = self._fitted(spec, display), display
         Case(self.spec.fresh())  # refuses at once what has no fresh victims
-        self.left_out: list[FamilyOutcome] = []  # with a risk: defenses that cannot promise it
         self.brackets = self._brackets()
         self.settled: Asked = {}  # settings that leak by few attacks, and the control if it does: these attacks
         self.searched: Summary  # of all settings that were tried
@@ -308,14 +310,35 @@ class _Tune:
         before = read_yaml(stored) if stored.is_file() else None
         if isinstance(before, dict):
             chosen = {name: before[name] for name in CHOSEN if name in before}
+            begun = {_family(text) for text in before.get("defenses", ())}
+            families = tuple(d for d in spec.defenses if _family(written(d)) in begun) or spec.defenses
             display.note(f"--minutes {self.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
         else:
-            case = Case(spec.settings_to_time(LEAST_STRENGTHS, utility=None))
-            until = self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes
-            fitted = fit(case, self.minutes, max(1, workers_of(case, self.execution)), until)
+            families, fitted = self._families_in_time(spec, self.deadline - (1 - SEARCH_SHARE) * 60 * self.minutes)
             display.note(fitted.note)
             chosen = {name: getattr(fitted.case.spec, name) for name in CHOSEN}
-        return spec.model_copy(update={name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
+        late = [written(family) for family in spec.defenses if family not in families]
+        if late:
+            display.note(f"left out, as there is no time for all attacks on so many defenses: {listing(late)}")
+        self.left_out += [_not_begun(text) for text in late]
+        changes = {name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()}
+        return spec.model_copy(update={**changes, "defenses": families})
+
+    def _families_in_time(self, spec: TuneSpec, until: float) -> tuple[tuple[str | Defense, ...], Fitted]:
+        """Defenses and settings that fit. Fewer defenses are better than none that is attacked by all it must survive."""
+        assert self.minutes is not None
+        families, workers = spec.defenses, max(1, workers_of(self.case, self.execution))
+        while True:
+            case = Case(spec.model_copy(update={"defenses": families}).settings_to_time(LEAST_STRENGTHS, utility=None))
+            needed = {SWIFT, *(name for family in case.defenses.values() for name in Counters.of(family).accepted)}
+            try:
+                fitted = fit(case, self.minutes, workers, until)
+                if len(families) == 1 or needed.isdisjoint(set(fitted.case.spec.without) - set(spec.without)):
+                    return families, fitted
+            except UserError:
+                if len(families) == 1:
+                    raise
+            families = families[:-1]
 
 
 def _outcome(bracket: Bracket, settings: dict[str, TriedSetting]) -> FamilyOutcome:
@@ -325,6 +348,12 @@ def _outcome(bracket: Bracket, settings: dict[str, TriedSetting]) -> FamilyOutco
         leaking=bracket.leaking,
         text=choice.family_text(bracket, settings),
     )
+
+
+def _not_begun(text: str) -> FamilyOutcome:
+    scale = StrengthScale.of(defense_methods.parse(text))
+    assert scale is not None
+    return FamilyOutcome(family=scale.name, weakest=None, leaking=None, text="It was left out: there was no time.")
 
 
 def _beaten(setting: TriedSetting, best: TriedSetting | None) -> TriedSetting:

@@ -17,7 +17,7 @@ from gradveil.defenses.base import Defense
 
 MOST_FAMILIES = 4
 # Each has a strength and an attack that is built to break it. Each begins where pictures of small networks begin to fade.
-FAMILIES = ("gaussian:relative=1.0", "prune:ratio=0.99", "dpsgd:noise=0.01", "graddefense:std=0.01")
+FAMILIES = ("gaussian:relative=1.0", "dpsgd:noise=0.01", "prune:ratio=0.99", "graddefense:std=0.01")  # the last go first
 
 
 class TuneSpec(AuditSpec):
