@@ -49,6 +49,11 @@ AUDITS |= {
     "flower-cnn-1": {**FLOWER, "batch_size": 1, "victims": 16},
     "flower-cnn-8": {**FLOWER, "batch_size": 8, "victims": 2, "defenses": ["clip", "soteria"]},
     "flower-cnn-8-trained": {**FLOWER, **{"batch_size": 8, "victims": 2, "defenses": ["clip", "soteria"], "trained_epochs": 8}},
+    # By Adam: after 8 epochs of SGD at the default rate some networks have learnt little, and few of their features are active.
+    "flower-cnn-8-adam": {
+        **{**FLOWER, "batch_size": 8, "victims": 2, "defenses": ["clip", "soteria"]},
+        **{"trained_epochs": 8, "trained_by": "adam:lr=0.001", "trained_under": "none"},
+    },
     "flower-quickstart": {"preset": "flower-quickstart", "victims": 4, "defenses": ["none"], "attacks": ["features"]},
 }
 AUDITS |= {
