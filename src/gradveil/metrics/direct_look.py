@@ -25,7 +25,7 @@ from gradveil.metrics.leak_test import Slots
 VERSION = 3  # to be raised when results change
 ENOUGH_VALUES, MOST_VALUES = 2**17, 2**19  # of one reading; more than enough where two images per tensor need it
 MOST_PAIRS = 16  # of tensors that are compared with each other
-BLOCK = 2**22  # correlations at a time, to bound memory
+BLOCK = 2**19  # correlations at a time: as many as a core's cache holds
 OUTLYING = 6.0  # standard deviations above the median from which on a likeness counts
 LEAST_DEVIATION = 0.005  # of the transformed correlations of images that resemble nothing
 FLAT = 1e-9  # share of the energy of its block below which a window is constant except for rounding
@@ -189,9 +189,9 @@ def _windows(signal: Tensor, templates: Tensor) -> tuple[Tensor, Tensor]:
     for first in range(0, len(blocks), chunk := max(1, BLOCK // (count * length))):
         part = torch.fft.rfft(blocks[first : first + chunk].float(), length)
         products = torch.fft.irfft(part[:, None] * spectrum, length)[:, :, : spread.shape[1]]
-        correlation = products.abs() / spread[first : first + chunk, None]
-        best, place = correlation.movedim(1, 0).flatten(1).max(dim=1)
-        places = torch.where(best > largest, first * step + place, places)
+        best, place = products.abs_().div_(spread[first : first + chunk, None]).max(dim=2)
+        best, block = best.max(dim=0)
+        places = torch.where(best > largest, (first + block) * step + place.gather(0, block[None])[0], places)
         largest = torch.maximum(largest, best)
     if small is not None:
         again, there = _windows(small, templates)
