@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.budget import SECONDS, Budget, Workload
+from gradveil.attacks.counters.noise_likelihood import WEIGHTS, NoiseLikelihood
 from gradveil.attacks.matching.features import FeatureInversion
 from gradveil.attacks.matching.swift import DISTANCES, Swift
 from gradveil.core.gradients import ModelFunction
@@ -61,3 +62,9 @@ def test_the_inversion_of_features_stays_within_the_budget_of_every_network() ->
         cost = inversion.cost(large)
         assert cost.iterations * cost.rows <= large.evaluations
         assert 2 * cost.iterations * cost.rows >= min(large.evaluations, inversion.cost(work(16)).iterations)  # and uses it
+
+
+def test_all_priors_of_noise_likelihood_together_keep_within_the_budget() -> None:
+    attack, small, large = NoiseLikelihood(), work(16), work(2**21)
+    assert attack.cost(small).iterations == small.steps(1_500)
+    assert attack.cost(large).iterations * len(WEIGHTS) <= large.signed_evaluations

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from gradveil.attacks import parse
-from gradveil.attacks.counters.noise_likelihood import expected_misfit
+from gradveil.attacks.base import Target
+from gradveil.attacks.counters.noise_likelihood import WEIGHTS, NoiseLikelihood, expected_misfit
 from gradveil.attacks.matching.bayes import likelihood
 from gradveil.attacks.matching.distances import GaussianLikelihood, LaplaceLikelihood
+from gradveil.attacks.matching.problem import Insight
 from gradveil.core.errors import UserError
 from gradveil.core.types import Noise, Tensors
 from gradveil.data import DataSet
@@ -113,3 +115,22 @@ def test_a_part_is_asked_for_by_its_class(observe_victims: Callable, shapes: Dat
     knowledge = observe_victims(data=shapes, victims=1, defense=f"prune+gaussian:std={STD}")[0][0].knowledge
     assert knowledge.part(Gaussian) == Gaussian(std=STD)
     assert knowledge.part(Honest) is None
+
+
+def test_where_the_strongest_prior_explains_an_update_no_other_is_tried(
+    observe_victims: Callable, shapes: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, int]] = []
+    search = NoiseLikelihood._search
+
+    def counted(self: NoiseLikelihood, target: Target, insight: Insight, weights: Sequence[float]) -> object:
+        tried.append((target.shape[0], len(weights)))
+        return search(self, target, insight, weights)
+
+    monkeypatch.setattr(NoiseLikelihood, "_search", counted)
+    attack = parse("noise-likelihood:steps=20")
+    attack(observe_victims(data=shapes, victims=2, defense="gaussian:relative=10.0")[0])
+    assert tried == [(2, 1)]
+    tried.clear()
+    attack(observe_victims(data=shapes, victims=2, defense="gaussian:relative=0.01")[0])
+    assert tried == [(2, 1), (2, len(WEIGHTS) - 1)]

@@ -1,13 +1,17 @@
 """Against additive noise: average what can be averaged, and let the noise's known size choose the prior's weight.
 
 Repeated updates of one batch on one model are averaged first: the noise falls with the square root of their number.
-Then one image is sought for each of several TV weights, all in one batch. A weak prior fits the noise, a strong one
-blurs; of the candidates the adversary keeps the smoothest whose misfit is no larger than the noise itself explains
-(Morozov's discrepancy principle). It needs no truth, only the defense's settings. What was clipped before the noise was
-added has an unknown size, which the match leaves open.
+Then one image is sought for each of several TV weights. A weak prior fits the noise, a strong one blurs; of the candidates
+the adversary keeps the smoothest whose misfit is no larger than the noise itself explains (Morozov's discrepancy principle).
+So the strongest prior comes first, and a victim whose update it explains needs no other. It needs no truth, only the defense's
+settings. What was clipped before the noise was added has an unknown size, which the match leaves open.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,6 +23,7 @@ from gradveil.attacks.matching.engine import solve
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
 from gradveil.attacks.matching.problem import NOTHING, Insight, Match, Problem, residual
+from gradveil.core.loops import is_sampled
 from gradveil.core.observation import Observation, Sighting
 from gradveil.core.types import Noise, Update
 from gradveil.defenses.gradient.dpsgd import DpSgd
@@ -27,9 +32,19 @@ from gradveil.defenses.update.flower_local import FlowerLocal
 from gradveil.defenses.update.noise import Gaussian, Laplace
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
+EXPLAINED = 1.02  # misfit, as a share of what the noise leaves, up to which an image explains an update
+LEAST_STEPS = 20  # of each search, whatever the budget
 
 
-@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense, FlowerLocal), targets="any", version=2)
+class _Candidates(NamedTuple):
+    """Images of victims × priors, what they leave unexplained, and the steps that were taken."""
+
+    x: Tensor
+    misfit: Tensor
+    iterations: int
+
+
+@attack("noise-likelihood", against=(Gaussian, Laplace, DpSgd, GradDefense, FlowerLocal), targets="any", version=3)
 class NoiseLikelihood(Attack):
     """Average, match by cosine under several priors, choose by the noise's size.
 
@@ -40,23 +55,38 @@ class NoiseLikelihood(Attack):
     steps: int | None = Field(default=None, ge=1)
 
     def cost(self, work: Workload) -> Cost:
-        return Cost(self.steps or work.steps(1_500), rows=len(WEIGHTS))
+        allowed = max(LEAST_STEPS, work.signed_evaluations // len(WEIGHTS))
+        return Cost(self.steps or min(work.steps(1_500, signed=True), allowed), rows=len(WEIGHTS))
 
     def applies(self, observation: Observation) -> str | None:
         return None if observation.knowledge.noise else "the defense adds no noise of known size"
 
     def run(self, target: Target) -> Answer:
         averaged = target.about([self.average(o) for o in target.observations], target.labels)
-        insight, each = self.insight(target), len(WEIGHTS)
-        weights = torch.tensor(WEIGHTS).repeat(target.shape[0])
-        steps = self.cost(target.workload).iterations
-        match = Match(Cosine(), (TV(weights),), Adam(0.1, signed=True), steps, restarts=each, box=True)
-        solution = solve(Problem(averaged, match, insight))
-        misfit = residual(averaged, solution.x, L2(), insight).unflatten(0, (-1, each))
+        insight = self.insight(target)
         expected = torch.tensor([self.expected_misfit(o) for o in target.observations])
-        pick = _smoothest(misfit, expected)
-        rows = pick + torch.arange(len(pick)) * each
-        return Answer(solution.x[rows], misfit.gather(1, pick[:, None]).squeeze(1), iterations=solution.iterations)
+        best = self._search(averaged, insight, WEIGHTS[-1:])
+        misfit = torch.ones(len(expected)) if is_sampled() else best.misfit[:, 0]  # cut short, a search explains nothing yet
+        explained = misfit <= EXPLAINED * expected
+        x, score, iterations = best.x[:, 0], best.misfit[:, 0], best.iterations
+        rows = (~explained).nonzero().flatten().tolist()
+        if rows:
+            more = self._search(averaged.subset(rows, "weaker priors"), insight.subset(rows), WEIGHTS[:-1])
+            misfit = torch.cat([more.misfit, best.misfit[rows]], 1)
+            pick = _smoothest(misfit, expected[rows])
+            each = torch.arange(len(rows))
+            x[rows], score[rows] = torch.cat([more.x, best.x[rows]], 1)[each, pick], misfit[each, pick]
+            iterations += more.iterations
+        return Answer(x, score, iterations=iterations)
+
+    def _search(self, target: Target, insight: Insight, weights: Sequence[float]) -> _Candidates:
+        """One image per victim and prior."""
+        priors, steps = (TV(torch.tensor(weights).repeat(target.shape[0])),), self.cost(target.workload).iterations
+        match = Match(Cosine(), priors, Adam(0.1, signed=True), steps, restarts=len(weights), box=True)
+        solution = solve(Problem(target, match, insight))
+        misfit = residual(target, solution.x, L2(), insight)
+        shape = (-1, len(weights))
+        return _Candidates(solution.x.unflatten(0, shape), misfit.unflatten(0, shape), solution.iterations)
 
     def average(self, observation: Observation) -> Observation:
         """All updates of one batch on one model as one."""
@@ -79,7 +109,7 @@ def expected_misfit(observation: Observation) -> float:
 
 def _smoothest(misfit: Tensor, expected: Tensor) -> Tensor:
     """Of each row the last (strongest prior) within the noise; if none is, the one that fits best."""
-    fits = misfit <= expected[:, None] * 1.02
+    fits = misfit <= EXPLAINED * expected[:, None]
     last = misfit.shape[1] - 1 - fits.flip(1).float().argmax(1)
     return torch.where(fits.any(1), last, misfit.argmin(1))
 

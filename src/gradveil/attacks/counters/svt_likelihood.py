@@ -20,7 +20,7 @@ from gradveil.core.types import Tensors
 from gradveil.defenses.update.svt import Svt
 
 
-@attack("svt-likelihood", against=(Svt,), targets="any")
+@attack("svt-likelihood", against=(Svt,), targets="any", version=2)
 class SvtLikelihood(NoiseLikelihood):
     """As `noise-likelihood`, on the entries that were sent, whose noise has the size that the settings say.
 
