@@ -106,7 +106,7 @@ def kept_searches(case: Case, folder: Path, kept: Path) -> Iterator[None]:
         yield
     finally:
         run = RunFolder(folder)
-        searches = [key for key, cell in run.cells().items() if cell.kind == "attack" and cell.status == "ok"]
+        searches = [key for key, cell in run.cells.items() if cell.kind == "attack" and cell.status == "ok"]
         _copy(folder / "cells", kept, searches)
 
 

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def cpu_seconds(folder: Path) -> float:
-    return sum(cell.cpu_seconds or 0.0 for cell in RunFolder(folder).cells().values())
+    return sum(cell.cpu_seconds or 0.0 for cell in RunFolder(folder).cells.values())
 
 
 def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
