@@ -27,10 +27,10 @@ from gradveil.storage.run_folder import RunFolder
 
 TWO: dict[str, object] = {"defenses": ["gaussian:relative=1.0", "dpsgd:noise=0.1"], "strengths": 4}
 TUNES: dict[str, dict[str, object]] = {
-    "flower-quickstart": {**TWO, "victims": 4},
-    "small-clients": {**TWO, "victims": 4},
+    "flower-quickstart": TWO,
+    "small-clients": TWO,
     "frozen-backbone": {},
-    "vit-finetune": {**TWO, "victims": 4},
+    "vit-finetune": TWO,
 }
 
 

@@ -211,7 +211,8 @@ def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Pa
 def test_with_few_minutes_fewer_defenses_are_searched_rather_than_attacked_by_less(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def fitted(case: Case, minutes: float, workers: int, until: float) -> Fitted:
+    def fitted(case: Case, minutes: float, workers: int, until: float, least_victims: int) -> Fitted:
+        assert least_victims == 16  # of one image each: as many as a recommendation needs
         families = {_family(str(defense)) for defense in case.defenses} - {""}
         asked.append(len(families))
         if len(families) == 3:

@@ -50,9 +50,10 @@ class Settings:
 class Fit:
     """The time of one audit under other settings, by one estimate of all its cells."""
 
-    def __init__(self, case: Case, workers: int):
+    def __init__(self, case: Case, workers: int, least_victims: int = LEAST_VICTIMS):
         wall, cpu = time.monotonic(), time.process_time()
         self.case, self.workers, self.cells = case, workers, make_plan(case).cells
+        self.least_victims = least_victims
         estimate = Estimate(case, self.cells)
         self.times = {cell.key: estimate.cell(cell) for cell in self.cells}
         # A core that others use too gives less than a CPU second per second. A short time tells nothing.
@@ -163,9 +164,9 @@ class Fit:
         return min(MOST_STEPS, int(rest / self._seconds_per_step(settings)))
 
     def _least_victims(self) -> int:
-        """As many as a verdict needs: to see a leak of half of the images."""
+        """As many as were asked for, and as a verdict needs: to see a leak of half of the images."""
         needed = {v.share: v.victims for v in expected_power(self.case)[1]}
-        return min(self.case.spec.victims, max(LEAST_VICTIMS, needed.get(0.5) or LEAST_VICTIMS))
+        return min(self.case.spec.victims, max(self.least_victims, needed.get(0.5) or 0))
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,11 @@ class Fitted:
     left_out: dict[str, float] = field(default_factory=dict)  # kinds of cells, and CPU seconds of each kind
 
 
-def fit(case: Case, minutes: float, workers: int, deadline: float) -> Fitted:
+def fit(case: Case, minutes: float, workers: int, deadline: float, least_victims: int = LEAST_VICTIMS) -> Fitted:
     """The case with settings that fit before the deadline (of `time.monotonic`)."""
     asked = case.spec
     while True:
-        tried = Fit(case, workers)
+        tried = Fit(case, workers, least_victims)
         chosen = tried.choose((deadline - time.monotonic()) * (1 - RESERVE))
         if isinstance(chosen, Settings) and (case.spec.budget == "quick" or chosen == Settings(case.spec.victims)):
             break

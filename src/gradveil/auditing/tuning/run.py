@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
 from gradveil.attacks.suite import Counters
-from gradveil.auditing.advice import Evidence, advise, after
+from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, Evidence, advise, after
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, SWIFT, Fitted, fit
@@ -325,14 +325,15 @@ class _Tune:
         return spec.model_copy(update={**changes, "defenses": families})
 
     def _families_in_time(self, spec: TuneSpec, until: float) -> tuple[tuple[str | Defense, ...], Fitted]:
-        """Defenses and settings that fit. Fewer defenses are better than none that is attacked by all it must survive."""
+        """Defenses and settings that fit. Fewer defenses are better than none that can be recommended."""
         assert self.minutes is not None
         families, workers = spec.defenses, max(1, workers_of(self.case, self.execution))
+        least_victims = max(LEAST_BATCHES, math.ceil(LEAST_IMAGES / spec.images))  # fewer allow no recommendation
         while True:
             case = Case(spec.model_copy(update={"defenses": families}).settings_to_time(LEAST_STRENGTHS, utility=None))
             needed = {SWIFT, *(name for family in case.defenses.values() for name in Counters.of(family).accepted)}
             try:
-                fitted = fit(case, self.minutes, workers, until)
+                fitted = fit(case, self.minutes, workers, until, least_victims)
                 if len(families) == 1 or needed.isdisjoint(set(fitted.case.spec.without) - set(spec.without)):
                     return families, fitted
             except UserError:
