@@ -59,7 +59,8 @@ and the last evaluations. The loss is that against the training of the same seed
 accuracy, with its 95% interval over seeds. Every defense has a learning rate of its own: a factor on the server's, chosen on
 images of the clients that were held back. The cosine is that of an untrained client's update to its undefended one. Time is
 that of a round beside an undefended one, the median round. Line-up: the highest success that the noise leaves to anyone who
-picks an image of the training out of 1,001, if there is a proof (`gradveil certify`)."""
+picks an image of the training out of 1,001, if there is a proof (`gradveil certify`). The clients' own rate is that of the
+scope for all defenses, as what they send is audited at it; DP-SGD may do better at a larger one."""
 
 
 def run(options: argparse.Namespace) -> None:
