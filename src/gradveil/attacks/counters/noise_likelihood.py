@@ -33,6 +33,7 @@ from gradveil.defenses.update.noise import Gaussian, Laplace
 
 WEIGHTS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 EXPLAINED = 1.02  # misfit, as a share of what the noise leaves, up to which an image explains an update
+NOISY = 0.75  # share of noise in an update from which on the strongest prior is expected to explain it; at .5 it did not
 LEAST_STEPS = 20  # of each search, whatever the budget
 
 
@@ -66,8 +67,8 @@ class NoiseLikelihood(Attack):
         insight = self.insight(target)
         expected = torch.tensor([self.expected_misfit(o) for o in target.observations])
         best = self._search(averaged, insight, WEIGHTS[-1:])
-        misfit = torch.ones(len(expected)) if is_sampled() else best.misfit[:, 0]  # cut short, a search explains nothing yet
-        explained = misfit <= EXPLAINED * expected
+        # Cut short, a search explains nothing yet.
+        explained = expected >= NOISY if is_sampled() else best.misfit[:, 0] <= EXPLAINED * expected
         x, score, iterations = best.x[:, 0], best.misfit[:, 0], best.iterations
         rows = (~explained).nonzero().flatten().tolist()
         if rows:
