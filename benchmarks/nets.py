@@ -40,7 +40,7 @@ AUDITS: dict[str, dict[str, object]] = {
         "defenses": DEFENSES,
         # By SGD at the default rate LeNet with PRECODE learns nothing.
         **({"trained_epochs": 8, "trained_under": "none", "trained_by": "adam:lr=0.001"} if trained else {}),
-        # Hours of one core: line-ups would take 14 minutes per defense, and a search takes 24. Searches without pictures are
+        # Hours of one core: line-ups would take 14 minutes per defense, and a search 23. Searches without pictures are
         # small files.
         **({"line_up": 0, "until_leak": True, "pictures": "none"} if net == "resnet18" else {}),
     }

@@ -226,3 +226,19 @@ def test_with_few_minutes_fewer_defenses_are_searched_rather_than_attacked_by_le
     assert asked == [3, 2, 1]
     assert [scale.name for scale in tune.spec.scales] == ["gaussian"]
     assert [(family.family, "no time" in family.text) for family in tune.left_out] == [("laplace", True), ("prune", True)]
+
+
+def test_a_tune_that_is_resumed_keeps_the_defenses_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fitted(case: Case, minutes: float, workers: int, until: float, least_victims: int) -> Fitted:
+        without = ("swift",) if any("prune" in str(text) for text in case.defenses) else ()
+        return Fitted(Case(case.spec.model_copy(update={"without": without})), "a note")
+
+    monkeypatch.setattr(tuning_run, "fit", fitted)
+    wanted = spec(defenses=["gaussian:std=30.0", "laplace:scale=30.0", "prune:ratio=0.9"])
+    execution = Execution(minutes=5.0, workers=0, out=tmp_path / "run")
+    first = _Tune(wanted, execution, Display())
+    first._attacked(["gaussian:std=30.0", "laplace:scale=30.0"])
+    first._attacked(["laplace:scale=100.0"])  # the search for gaussian has ended before
+    again = _Tune(wanted, execution, Display())
+    assert [scale.name for scale in again.spec.scales] == ["gaussian", "laplace"]
+    assert [family.family for family in again.left_out] == ["prune"]

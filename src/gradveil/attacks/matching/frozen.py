@@ -127,8 +127,9 @@ class Frozen(Snapshot):
         torch._foreach_mul_(a, float(cosine / size))
         torch._foreach_add_(a, b, alpha=-float(1 / other))
         if weighted:
-            for name, t in zip(names, a, strict=True):
-                t.mul_(weighted.get(name, 1.0))
+            slopes = dict(zip(names, a, strict=True))
+            for name, factor in weighted.items():
+                slopes[name].mul_(factor)
             length = _norm([t[None] for t in a])[0].clamp_min(1e-6)
         else:
             length = (1 - cosine**2).clamp_min(1e-12).sqrt()

@@ -310,7 +310,8 @@ class _Tune:
         before = read_yaml(stored) if stored.is_file() else None
         if isinstance(before, dict):
             chosen = {name: before[name] for name in CHOSEN if name in before}
-            begun = {_family(text) for text in before.get("defenses", ())}
+            # All that was begun: the stored audit is that of the last defenses whose search was open.
+            begun = {_family(cell.defense) for cell in RunFolder(self.folder).cells.values() if cell.defense}
             families = tuple(d for d in spec.defenses if _family(written(d)) in begun) or spec.defenses
             display.note(f"--minutes {self.minutes:g}: the {', '.join(CHOSEN)} of {stored} are taken")
         else:
