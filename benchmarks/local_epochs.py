@@ -62,17 +62,19 @@ class PlainUnrolled(Attack):
         return Answer(torch.stack(images), torch.stack(scores))
 
     def _one(self, target: Target, victim: int) -> tuple[Tensor, Tensor]:
-        sent = [t[victim] for t in target.updates().values()]
+        noise = torch.randn(target.shape[1:], generator=torch.Generator().manual_seed(0))
+        return self.search(target, victim, noise, target.labels[victim])
+
+    def search(self, target: Target, victim: int, start: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The images that fit best on the way from these, and their cosine distance."""
         low, high = target.pixel_range
-        x = torch.randn(target.shape[1:], generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = start.clone().requires_grad_()
         optimizer = torch.optim.Adam([x], self.lr)
         begun, best, kept = time.process_time(), torch.tensor(torch.inf), x.detach().clone()
         while (used := (time.process_time() - begun) / self.seconds) < 1:
             optimizer.param_groups[0]["lr"] = self.lr * 0.1 ** sum(used > part for part in (0.375, 0.625, 0.875))
             with torch.enable_grad():
-                moved = list(target.model.updates(target.state, x[None], target.labels[victim][None], target.training).values())
-                ours, theirs = torch.cat([m.flatten() for m in moved]), torch.cat([t.flatten() for t in sent])
-                distance = 1 - F.cosine_similarity(ours, theirs, dim=0)
+                distance = cosine_distance(target, victim, x, labels)
                 smooth = (x[..., 1:] - x[..., :-1]).abs().mean() + (x[..., 1:, :] - x[..., :-1, :]).abs().mean()
                 (slope,) = torch.autograd.grad(distance + self.smooth * smooth, x)
             if distance < best:
@@ -82,6 +84,13 @@ class PlainUnrolled(Attack):
             with torch.no_grad():
                 x.copy_(torch.minimum(torch.maximum(x, low), high))
         return kept, best
+
+
+def cosine_distance(target: Target, victim: int, x: Tensor, labels: Tensor) -> Tensor:
+    """Between the update of these images and the one that was sent."""
+    ours = target.model.updates(target.state, x[None], labels[None], target.training).values()
+    sent = [t[victim] for t in target.updates().values()]
+    return 1 - F.cosine_similarity(torch.cat([o.flatten() for o in ours]), torch.cat([t.flatten() for t in sent]), dim=0)
 
 
 def run_one(audit: str, seed: int, seconds: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from gradveil.storage.run_folder import RunFolder
 
 TWO: dict[str, object] = {"defenses": ["gaussian:relative=1.0", "dpsgd:noise=0.1"], "strengths": 4}
 TUNES: dict[str, dict[str, object]] = {
-    "flower-quickstart": TWO,
+    "flower-quickstart": {**TWO, "utility": {"rounds": 150}},  # by default 63, after which its rate has taught little
     "small-clients": TWO,
     "frozen-backbone": {},
     "vit-finetune": TWO,
