@@ -1,5 +1,6 @@
 """DP-SGD against gradients taken one by one, its noise against its formula, its accountant against the theory."""
 
+import dataclasses
 import math
 import sys
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import gradveil as gv
 from gradveil.certification import certificate
+from gradveil.certification.mechanism import Mechanism
 from gradveil.client import Client, prepare_client
 from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
@@ -20,6 +22,7 @@ from gradveil.core.types import Batch, Tensors
 from gradveil.defenses import parse
 from gradveil.defenses.base import Setup
 from gradveil.defenses.gradient.dpsgd import DpSgd, noise_for
+from gradveil.protection.promise import mechanism_of
 
 
 class Noisy(nn.Module):
@@ -99,6 +102,20 @@ def test_noise_has_the_deviation_of_the_formula():
     assert loud.defense.std(6) == pytest.approx(2 * 0.3 / 6)
     assert float(noise.std()) == pytest.approx(0.1, rel=0.03)
     assert abs(float(noise.mean())) < 0.004
+
+
+def test_gain_lengthens_what_leaves_and_promises_the_same():
+    short, batch = setup("dpsgd:noise=2,clip=0.3")
+    long, _ = setup("dpsgd:noise=2,clip=0.3,gain=5")
+    state = short.task.model.state()
+    sent, longer = (one.round(state, batch, 0)[0].tensors for one in (short, long))
+    for name, g in sent.items():
+        torch.testing.assert_close(longer[name], 5 * g)
+    assert long.defense.std(6) == pytest.approx(5 * short.defense.std(6))
+    assert long.defense.clip_norm(1) == pytest.approx(1.5)
+    proven = mechanism_of(short.defense)
+    assert isinstance(proven, Mechanism)
+    assert mechanism_of(long.defense) == dataclasses.replace(proven, name=long.defense.spec)
 
 
 def test_every_local_step_is_private():

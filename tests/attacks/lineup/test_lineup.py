@@ -154,6 +154,21 @@ def _mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
+def test_a_gain_hides_nobody() -> None:
+    """The same noisy gradients, longer: the same scores."""
+    model = ModelFunction(nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)))
+    task = Task(model, (1, 4, 4), 3, torch.zeros(1), torch.ones(1))
+    pool = Batch(torch.rand(30, 1, 4, 4, generator=generator("pool")), torch.arange(30) % 3)
+    state, scores = model.state(), list[Tensor]()
+    for gain in (1, 7):
+        defense = defenses.parse(f"dpsgd:clip=0.3,noise=0.5,gain={gain}")
+        setup = Setup(task, state, pool)
+        update, _ = prepare_client(defense, LocalTraining(), setup).round(state, pool[:4], 0)
+        observations = [observe(task, [Sighting(state, update)], defense=defense)]
+        scores += LineUp().scores(observations, Candidates(pool, (torch.arange(30),)))
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("m", [11, 101])
 @pytest.mark.parametrize("mu", [1.0, 2.5, 4.0])
 def test_orthogonal_gradients_under_gaussian_noise_are_identified_as_often_as_theory_says(m: int, mu: float) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch
+from gradveil.defenses.gradient.dpsgd import DpSgd
 
 
 def public_images(observation: Observation) -> Batch | None:
@@ -48,6 +49,7 @@ def _computed(observation: Observation) -> Tensor:
 
 
 def size_is_true(observation: Observation) -> bool:
-    """Whether the gradient has the size that was computed: it is one, and was not clipped."""
-    clip = observation.knowledge.clip_norm
-    return observation.update.kind == "gradient" and (clip is None or clip >= 1.01)  # the update has length 1
+    """Whether the gradient has the size that was computed: it is one, and was neither clipped nor lengthened."""
+    clip, dpsgd = observation.knowledge.clip_norm, observation.knowledge.part(DpSgd)
+    is_whole = clip is None or clip >= 1.01  # the update has length 1
+    return observation.update.kind == "gradient" and is_whole and (dpsgd is None or dpsgd.gain == 1)

@@ -17,6 +17,7 @@ from gradveil.client import Client
 from gradveil.core.observation import Observation
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch, Tensors
+from gradveil.defenses.gradient.dpsgd import DpSgd
 
 USUAL = 1e-2  # ridge, unless a rehearsal chose another
 COMPANIONS = 8, 64  # images whose statistics BatchNorm takes: as many as in a batch, within these limits
@@ -71,6 +72,7 @@ class Ground:
         self.observation, self.task, self.public, self.encoder = observation, observation.task, public, encoder
         self.batch_size = observation.knowledge.batch_size
         self.classes = self.task.num_outputs if self.task.has_classes else 1
+        self.dpsgd = observation.knowledge.part(DpSgd)
         self.has_size = size_is_true(observation)  # the size of the update is that of the gradients
         self.way: WayToCompare = Filter(USUAL, free=True)
         self.masks = False  # zeros are entries that were not sent
@@ -94,6 +96,8 @@ class Ground:
     @property
     def _clip(self) -> float | None:
         """The bound on the gradient of a single image: one that holds for one image, and not for batches."""
+        if self.dpsgd is not None:
+            return self.dpsgd.clip  # before its gain
         defense = self.observation.knowledge.defense
         return defense.clip_norm(1) if defense is not None and defense.clip_norm(2) is None else None
 
@@ -113,7 +117,7 @@ class Ground:
     def sent(self, observation: Observation, tensors: Tensors, labels: Tensor, sightings: int = 1) -> Sent:
         """An update at unit length, or the mean of several ones, with the labels of its images."""
         knowledge, sign = observation.knowledge, 1.0 if observation.update.kind == "gradient" else -1.0
-        size = self.batch_size * knowledge.norm
+        size = self.batch_size * knowledge.norm / (self.dpsgd.gain if self.dpsgd else 1.0)
         noise = (knowledge.noise.std * size) ** 2 / sightings if knowledge.noise else 0.0
         rows = labels if labels.ndim == 2 else F.one_hot(labels, max(self.classes, 1 + int(labels.max())))
         counts = rows.double().sum(0) if self.classes > 1 else torch.tensor([float(len(labels))], dtype=torch.double)

@@ -42,6 +42,8 @@ class DpSgd(Defense):
         rounds: number of noisy gradients that a client computes in total, local steps included.
         sample_rate: share of the client's data per gradient. Below 1 it counts amplification by subsampling, which
             holds only if each batch is a Poisson sample of the data; 1 claims none. `risk` counts whole epochs.
+        gain: factor on what leaves: clipped gradients are short, so local steps may want a longer stride than plain training
+            has. It promises nothing and costs nothing.
 
     Example:
         >>> gv.protect(model, "dpsgd:clip=0.5,noise=1.1", data=(x, y))
@@ -58,6 +60,7 @@ class DpSgd(Defense):
     line_up: int = Field(default=certificate.LINE_UP, ge=2)
     rounds: int = Field(default=100, ge=1)
     sample_rate: float = Field(default=1.0, gt=0, le=1)
+    gain: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.noise, self.epsilon, self.risk)) > 1:
@@ -72,14 +75,14 @@ class DpSgd(Defense):
         return NOISE if self.noise is None else self.noise
 
     def std(self, examples: int) -> float:
-        """Standard deviation of the noise on every entry of the mean gradient of `examples` images."""
-        return self.multiplier * self.clip / examples
+        """Standard deviation of the noise on every entry of what leaves, the mean gradient of `examples` images."""
+        return self.gain * self.multiplier * self.clip / examples
 
     def added_noise(self, examples: int) -> Noise | None:
         return Noise(self.std(examples)) if self.multiplier > 0 else None
 
     def clip_norm(self, examples: int) -> float | None:
-        return self.clip if examples == 1 else None  # of a batch, every image's gradient is clipped by itself
+        return self.gain * self.clip if examples == 1 else None  # of a batch, every image's gradient is clipped by itself
 
     def prepare(self, setup: Setup) -> float:
         return self.multiplier  # computed once; a missing accountant is reported before any work
@@ -90,7 +93,7 @@ class DpSgd(Defense):
         step.remember(clipped=factors.float())
         count = step.expected or len(step.batch)  # the number in a Poisson sample would tell who is in it
         std = self.std(count)
-        return {name: step.rng.added_normal(g / count, std) for name, g in total.items()}
+        return {name: step.rng.added_normal(self.gain * g / count, std) for name, g in total.items()}
 
 
 @lru_cache
