@@ -114,13 +114,14 @@ def _target(name: str, seed: int) -> Target:
 
 
 def _basin(batch: Batch, target: Target, seconds: float) -> Iterable[dict[str, float]]:
-    """Of the first victim: from how near the truth a plain descent ends where."""
-    search = PlainUnrolled(seconds=seconds)
+    """Of the first victim: from how near the truth a plain descent ends where. Its first steps are shorter than the way."""
     noise = torch.randn(batch.x.shape, generator=torch.Generator().manual_seed(0))
     for start in STARTS:
-        near = (batch.x + 10 ** (-start / 20) * noise).clamp(0, 1)
-        found, distance = search.search(target, 0, target.normalize(near), batch.y)
-        yield {"start": _psnr(near, batch.x), "end": _psnr(target.denormalize(found), batch.x), "distance": float(distance)}
+        away = 10 ** (-start / 20)
+        near = (batch.x + away * noise).clamp(0, 1)
+        search = PlainUnrolled(seconds=seconds, lr=away, smooth=0.0)
+        end, distance = search.search(target, 0, target.normalize(near), batch.y)
+        yield {"start": _psnr(near, batch.x), "end": _psnr(target.denormalize(end), batch.x), "distance": float(distance)}
 
 
 def _psnr(x: Tensor, truth: Tensor) -> float:

@@ -45,7 +45,7 @@ PROVED = "dpsgd:noise=1.09"  # 5% at most
 FEDERATIONS = {
     "mnist-200": Federation("mnist-5k", 200),
     "mnist-2000": Federation("mnist:private=20000", 2000),
-    "mnist-5000": Federation("mnist:private=50000", 5000, 512, 0.1, True, "0.25,1,4,16", (PROVED, f"{PROVED},gain=20")),
+    "mnist-5000": Federation("mnist:private=50000", 5000, 512, 0.1, True, "0.25,1,4,16", (PROVED, f"{PROVED},gain=30")),
     "cifar10-500": Federation("cifar10:private=5000", 500),
 }
 DEFENSES = (
