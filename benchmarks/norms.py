@@ -101,7 +101,7 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         "psnr": best.psnr.mean,
         "line_up": None if row.line_up is None else {"ranks": list(row.line_up.ranks), "m": row.line_up.m},
         "distance": float(found),
-        "basin": list(_basin(case.batch(0), target, options.seconds)),
+        "basin": list(_basin(case.batch(0), target, options.seconds)) if seed == options.seeds[0] else [],
     }
 
 
@@ -136,7 +136,8 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield "networks. `statistics`: BatchNorm's running statistics are sent too. Line-up: batches whose image is the first of"
     yield "all candidates. The distance is the cosine distance of the best answer's update from the one that was sent; that of"
     yield "the true images is 0. The basin says where plain descents end that begin at the true images under noise, which no"
-    yield "adversary has: PSNR at the start → at the end, and the distance likewise. Distance and basin are of the first batch."
+    yield "adversary has: PSNR at the start → at the end, and the distance likewise. Distances are of the first batch of each"
+    yield "seed, the basin of that of the first seed."
     names = [name for name in AUDITS if any(part["audit"] == name for part in parts.values())]
     head = ("audit", "seeds", "identified", "p", "PSNR", "verdicts", "line-up", "distance", "basin")
     yield from table(head, (row([p for p in parts.values() if p["audit"] == name]) for name in names))
@@ -155,7 +156,7 @@ def row(stored: list[dict[str, Any]]) -> Iterable[str]:
     yield ", ".join(dict.fromkeys(part["verdict"] for part in stored))
     yield ", ".join(line_up(part["line_up"]) for part in stored)
     yield ", ".join(f"{part['distance']:.2f}" for part in stored)
-    yield "; ".join(map(way, first["basin"]))
+    yield "; ".join(way(step) for part in stored for step in part["basin"])
 
 
 def way(step: dict[str, float]) -> str:

@@ -3,8 +3,8 @@
     GRADVEIL_DATA=… python benchmarks/practice.py run --presets flower-quickstart --minutes 60 --runs FOLDER
     python benchmarks/practice.py write
 
-`run` does the audits that are not stored yet, each within its minutes; one that was interrupted goes on from its folder in
-`--runs`. `write` puts all stored audits into docs/results/practice.md.
+A defense is attacked only until it leaks. `run` does the audits that are not stored yet, each within its minutes; one that
+was interrupted goes on from its folder in `--runs`. `write` puts all stored audits into docs/results/practice.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     for name in options.presets:
         file = options.store / f"{name}-{options.seed}.json"
         if not file.exists():
-            asked = Case(make_spec({"preset": name, "defenses": DEFENSES, "seed": options.seed}))
+            asked = Case(make_spec({"preset": name, "defenses": DEFENSES, "until_leak": True, "seed": options.seed}))
             deadline = time.monotonic() + 60 * options.minutes
             fitted = fit(asked, options.minutes, options.workers, deadline)
             out = options.runs / f"{name}-{options.seed}"
@@ -59,8 +59,9 @@ def in_words(row: DefenseRow) -> dict[str, Any]:
 def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield from ("# What leaks in practice", "")
     yield "Federations as they are: local epochs, optimizers, BatchNorm, weight differences (`gradveil list presets`). Each was"
-    yield "audited within so many minutes of two cores, with what fits; what was left out stands below its table. Identified:"
-    yield "images that are picked out of all others of their class by what was rebuilt. Who has an image asks for the line-up."
+    yield "audited within so many minutes, with what fits; what was left out stands below its table. A defense is attacked only"
+    yield "until it leaks, so all attacks together may get more of it. Identified: images that are picked out of all others of"
+    yield "their class by what was rebuilt. Who has an image asks for the line-up."
     for part in parts.values():
         yield from ("", f"## {part['preset']}", "", f"{PRESETS[part['preset']].description}.", "", part["overall"])
         yield from table(("defense", "verdict", "identified", "PSNR", "line-up"), (row(r, part) for r in part["defenses"]))
