@@ -24,11 +24,14 @@ from gradveil.auditing.limits import Execution
 from gradveil.auditing.presets import PRESETS
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
+from gradveil.auditing.utility import UtilityTraining
 from gradveil.report.words import line_up_sentence, overall, verdict_sentence
 from gradveil.storage.files import write_json
 from gradveil.summary import DefenseRow
 
 DEFENSES = ["clip", "gaussian:relative=1.0", "prune:ratio=0.9", "soteria", "percentile", "dpsgd"]
+FEWER = {"groupnorm-adam": {"victims": 2}, "chest-labels": {"victims": 4}}  # an hour of one core each otherwise
+PRICED = {"medical-resnet": "percentile"}  # the filter of hospitals, where they train
 
 
 def run(options: argparse.Namespace) -> None:
@@ -36,12 +39,14 @@ def run(options: argparse.Namespace) -> None:
     for name in options.presets:
         file = options.store / f"{name}-{options.seed}.json"
         if not file.exists():
-            asked = Case(make_spec({"preset": name, "defenses": DEFENSES, "until_leak": True, "seed": options.seed}))
+            settings = {"preset": name, "defenses": DEFENSES, "until_leak": True, **FEWER.get(name, {})}
+            asked = Case(make_spec({**settings, "seed": options.seed}))
             deadline = time.monotonic() + 60 * options.minutes
             fitted = fit(asked, options.minutes, options.workers, deadline)
-            out = options.runs / f"{name}-{options.seed}"
-            summary = run_audit(fitted.case, Execution(out=out, workers=options.workers), deadline=deadline).summary
-            spec = fitted.case.spec
+            spec = fitted.case.spec.model_copy(update={"utility": UtilityTraining() if name in PRICED else None})
+            execution = Execution(out=options.runs / f"{name}-{options.seed}", workers=options.workers)
+            unpriced = {defense for defense in DEFENSES if defense != PRICED.get(name)}
+            summary = run_audit(Case(spec), execution, deadline=deadline, unpriced=unpriced).summary
             part = {"preset": name, "suite": summary.suite, "command": summary.command, "scope": summary.scope}
             part |= {"images": spec.victims * spec.batch_size, "minutes": options.minutes, "note": fitted.note}
             rows = [{**fact, **in_words(row)} for fact, row in zip(facts(summary), summary.defenses, strict=True)]
@@ -53,7 +58,8 @@ def in_words(row: DefenseRow) -> dict[str, Any]:
     """Both risks of a defense."""
     risk = row.line_up
     first = None if risk is None else f"{sum(rank == 1 for rank in risk.ranks)} of {len(risk.ranks)}, m = {risk.m}"
-    return {"sentence": verdict_sentence(row), "line_up": first, "line_up_sentence": line_up_sentence(row)}
+    cost = row.utility.model_dump(include={"acc_test", "pdm", "low", "high", "overhead"}) if row.utility else None
+    return {"sentence": verdict_sentence(row), "line_up": first, "line_up_sentence": line_up_sentence(row), "cost": cost}
 
 
 def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
@@ -68,7 +74,15 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
         control = part["defenses"][0]
         yield from ("", f"Without a defense: {control['sentence']} {control['line_up_sentence'] or ''}".rstrip(), "")
         yield f"{part['scope']}; {part['note']}."
+        yield from (cost_sentence(fact, control["cost"]) for fact in part["defenses"][1:] if fact["cost"])
     yield from commands("The commands:", (part["command"] for part in parts.values()))
+
+
+def cost_sentence(fact: dict[str, Any], undefended: dict[str, float]) -> str:
+    cost = fact["cost"]
+    loss = f"{cost['pdm']:.1f}% of the accuracy ({cost['low']:.1f} to {cost['high']:.1f})"
+    without = f"{undefended['acc_test']:.1%} of test images are right"
+    return f"`{fact['defense']}` costs {loss} and {cost['overhead']:.1f} times the time; without it {without}."
 
 
 def row(fact: dict[str, Any], part: dict[str, Any]) -> Iterable[object]:
