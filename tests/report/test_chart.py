@@ -59,6 +59,19 @@ def test_points_stand_where_their_numbers_say(made: Made) -> None:
     )
 
 
+@pytest.mark.parametrize(("loss", "low", "cut"), [(-30.0, -66.0, -30.0), (-5.0, -66.0, -20.0), (4.0, 1.0, 1.0)])
+def test_an_interval_that_is_cut_still_holds_its_loss(
+    parsed: Parsed, summary: dict[str, Any], loss: float, low: float, cut: float
+) -> None:
+    defended = summary["defenses"][1]
+    defended["utility"] = {**summary["defenses"][2]["utility"], "pdm": loss, "low": low, "high": 30.0}
+    scatter = chart.privacy_utility(parsed(summary))
+    assert scatter is not None
+    point = next(point for point in scatter.points if point.defense.spec == defended["spec"])
+    assert point.span is not None and point.span[0] <= point.x <= point.span[1]
+    assert f"({cut:.1f} to 30.0%)".replace("-", "−") in point.tip.replace("-", "−")
+
+
 def test_without_utility_the_cosine_is_the_cost_and_unchanged_is_left(made: Made) -> None:
     scatter = made({"none": (1.0, 0.0), "a": (0.5, 0.4)}, utility=False)
     assert "cosine" in scatter.x_title

@@ -139,11 +139,12 @@ def privacy_utility(summary: Summary, frame: Frame = WIDE) -> CostChart | None:
 
 
 def _loss_span(defense: DefenseRow) -> tuple[float, float] | None:
-    """The interval of the measured loss; an interval of few seeds is cut, so that it leaves the others visible."""
+    """The interval of the measured loss; one of few seeds is cut, beyond the loss itself, so that the others stay visible."""
     measured = defense.utility
     if defense.control or measured is None or measured.low is None or measured.high is None:
         return None
-    return max(measured.low, -MOST_GAINED), min(measured.high, 100.0)
+    loss = defense.loss or 0.0
+    return max(measured.low, min(-MOST_GAINED, loss)), min(measured.high, 100.0)
 
 
 def _turn(defense: DefenseRow) -> float | None:

@@ -125,6 +125,20 @@ def recommendation_text(setting: TriedSetting, victims: int, limits: Wanted) -> 
     )
 
 
+def line_up_note(setting: TriedSetting) -> str | None:
+    """What a setting does not stop, although no picture leaks under it. None where its line-ups are explained by guessing."""
+    findings = [finding for finding in (setting.fresh, setting) if finding and finding.line_up]
+    shown = [f for f in findings if f.basis == "picture" and f.line_up and f.line_up.low > f.line_up.chance]
+    if not shown or shown[0].line_up is None:
+        return None
+    rate, candidates = shown[0].line_up, shown[0].candidates or 0
+    return (
+        f"No picture leaks under {setting.spec}, but who has an image can still tell that it took part: {rate.rate:.0%} of the "
+        f"victims came first of {candidates:,} candidates (guessing: {rate.chance:.1%}). `--risk` asks for a promise "
+        "against that."
+    )
+
+
 def _held(searched: Finding, fresh: Finding, victims: int) -> str:
     """On what a setting held, in sentences."""
     if searched.basis == fresh.basis == "picture":

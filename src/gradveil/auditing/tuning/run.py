@@ -249,7 +249,7 @@ class _Tune:
             frontier=choice.frontier(measured, settings),
             recommended=best.spec if best else None,
             text=text,
-            notes=tuple(self._notes(settings, measured)),
+            notes=tuple(self._notes(settings, measured, best)),
             next_steps=tuple(self._steps(settings, best)),
             protection=audited.FILE if best else None,
         )
@@ -266,9 +266,11 @@ class _Tune:
         else:
             yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
 
-    def _notes(self, settings: Sequence[TriedSetting], control: Finding) -> list[str]:
+    def _notes(self, settings: Sequence[TriedSetting], control: Finding, best: TriedSetting | None) -> list[str]:
         """What the reader must know beside the recommendation."""
         notes = []
+        if best and (note := choice.line_up_note(best)):
+            notes.append(note)
         if self.settled:
             notes.append("What leaks was attacked only until that was seen; all attacks together may get more of it.")
         if any(s.basis in ("line-up", "certificate") for s in settings):
