@@ -72,7 +72,7 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
         yield from ("", f"## {part['preset']}", "", f"{PRESETS[part['preset']].description}.", "", part["overall"])
         yield from table(("defense", "verdict", "identified", "PSNR", "line-up"), (row(r, part) for r in part["defenses"]))
         control = part["defenses"][0]
-        yield from ("", f"Without a defense: {control['sentence']} {control['line_up_sentence'] or ''}".rstrip(), "")
+        yield from ("", f"{control['sentence']} {control['line_up_sentence'] or ''}".rstrip(), "")
         yield f"{part['scope']}; {part['note']}."
         yield from (cost_sentence(fact, control["cost"]) for fact in part["defenses"][1:] if fact["cost"])
     yield from commands("The commands:", (part["command"] for part in parts.values()))
