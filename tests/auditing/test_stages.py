@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from gradveil.auditing.case import Case
 from gradveil.auditing.limits import Execution
 from gradveil.auditing.plan import attacks_on, make_plan
 from gradveil.auditing.run import run_audit
 from gradveil.auditing.spec import make_spec
-from gradveil.auditing.stages import Stages
+from gradveil.auditing.stages import CLEAR, Stages
+from gradveil.metrics.leak_test import LEVEL
 
 SPEC = {"data": "mnist-5k:private=200", "model": "smlp", "victims": 8, "line_up": 0, "until_leak": True}
 
@@ -35,3 +42,20 @@ def test_without_it_one_stage_has_all_attacks() -> None:
 def test_what_leaked_before_is_not_attacked_further() -> None:
     spec = make_spec({**SPEC, "defenses": ["clip"]})
     assert [asked["clip"] for asked in Stages(spec, {"clip": ("linear",)})] == [("linear",)] * 3
+
+
+@pytest.mark.parametrize(("p", "settled"), [(0.001, True), (0.005, True), (0.006, False), (0.04, False)])
+def test_a_leak_that_one_more_look_may_show_by_chance_settles_nothing(p: float, settled: bool) -> None:
+    stages = Stages(make_spec({**SPEC, "defenses": ["clip"]}))
+    for asked in itertools.islice(stages, 1):
+        test = SimpleNamespace(p=p, control_rate=1.0, control_null=0.0)
+        rows = [SimpleNamespace(spec=spec, verdict="leaks", test=test, control=spec == "none") for spec in ("none", "clip")]
+        stages.settle(SimpleNamespace(defenses=rows))  # type: ignore[arg-type]
+        assert stages.settled == ({"none": asked["none"], "clip": asked["clip"]} if settled else {})
+
+
+def test_looks_before_the_last_add_little_to_false_alarms() -> None:
+    """Three looks at the same victims without a leak, as unlike each other as they can be."""
+    looks = torch.rand(20_000, 3, generator=torch.Generator().manual_seed(0))
+    alarms = (looks[:, :2] <= CLEAR).any(dim=1) | (looks[:, 2] <= LEVEL)
+    assert float(alarms.double().mean()) < LEVEL + 0.015 < float((looks <= LEVEL).any(dim=1).double().mean())

@@ -1,4 +1,8 @@
-"""Attacks in stages, the fast ones first: a defense that leaks by the attacks of one stage is not asked those of the next."""
+"""Attacks in stages, the fast ones first: a defense that leaks by the attacks of one stage is not asked those of the next.
+
+Every stage is one more look at the same victims, and who looks often sees a leak by chance. So before the last stage, which is
+tested at the level of every verdict, only what is far beyond that level settles a defense.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ from gradveil.auditing.advice import is_strong
 from gradveil.auditing.spec import AuditSpec, written
 from gradveil.summary import CONTROL, LEAKS, Summary
 
+CLEAR = 0.005  # p-value up to which a leak is settled before the last stage; two such looks add 1% of false alarms at most
+
 Asked = MutableMapping[str, tuple[str, ...]]  # the attacks that are asked of a defense; all of those that are not in it
 
 
 class Stages:
-    """The attacks of each stage. After every stage, `settle` takes out what leaks, and a control that clearly does.
+    """The attacks of each stage. After each, `settle` takes out what clearly leaks; a control, if the attacks get enough.
 
     Without `until_leak` in the spec there is one stage, which has all attacks. `settled` is what leaked before.
     """
@@ -32,7 +38,8 @@ class Stages:
                 return
 
     def settle(self, summary: Summary) -> None:
-        leaking = {row.spec for row in summary.defenses if row.verdict == LEAKS} & self._open
+        clear = [row for row in summary.defenses if row.verdict == LEAKS and row.test and row.test.p <= CLEAR]
+        leaking = {row.spec for row in clear} & self._open
         if not is_strong(next((row for row in summary.defenses if row.control), None)):
             leaking.discard(CONTROL)
         if self._attacks:
