@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from local_epochs import PlainUnrolled, cosine_distance
 from stored_parts import command_line, commands, table
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.attacks import Answer, Attack, Target, attack
 from gradveil.auditing.case import Case
@@ -42,18 +42,10 @@ AUDITS: dict[str, dict[str, object]] = {
     "resnet18-4": {**BATCHES, "model": "resnet18"},
     # Its line-up, which needs no statistics, is that of the audit above.
     "resnet18-4-statistics": {**BATCHES, "model": "resnet18", "sends_statistics": True, "line_up": 0},
-    "groupnorm-gelu-1": {**SINGLE, "model": "norms:group_norm"},
-    "groupnorm-gelu-4": {**BATCHES, "model": "norms:group_norm"},
+    "groupnorm-gelu-1": {**SINGLE, "model": "networks:group_norm"},
+    "groupnorm-gelu-4": {**BATCHES, "model": "networks:group_norm"},
 }
 STARTS = (60.0, 50.0, 40.0, 30.0, 20.0)  # PSNR of a start
-
-
-def group_norm() -> nn.Module:
-    """A convolutional network as people write them today: GroupNorm, GELU, pooled at the end."""
-    layers: list[nn.Module] = []
-    for before, after, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2)):
-        layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.GroupNorm(8, after), nn.GELU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
 TARGETS: list[Target] = []  # what `note-target` saw
