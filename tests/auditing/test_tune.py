@@ -20,7 +20,7 @@ from gradveil.auditing.run import Stopped
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning import run as tuning_run
-from gradveil.auditing.tuning.results import TuneSummary
+from gradveil.auditing.tuning.results import Finding, TuneSummary
 from gradveil.auditing.tuning.run import _family, _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.certification.line_up import LineUpRisk
@@ -193,6 +193,53 @@ def test_where_the_picture_cannot_tell_the_line_up_or_the_proof_decides(
 ) -> None:
     undefended, row = rows(tuned, control, setting)
     assert choice.standing_of(row, undefended, risk) == expected
+
+
+@pytest.mark.parametrize("doubt", ["no-attack-ran", "few-strangers", "few-victims", "attacks-failed"])
+@pytest.mark.parametrize("risk", [None, 0.2])
+def test_neither_line_up_nor_proof_stands_in_for_an_audit_that_was_too_small_or_failed(
+    tuned: gv.TuneReport, doubt: str, risk: float | None
+) -> None:
+    undefended, row = rows(tuned, 1.0, 0.0)
+    row = row.model_copy(update={"doubts": (doubt,)})
+    assert choice.standing_of(row, undefended, risk) == ("unknown", "nothing")
+    row = row.model_copy(update={"doubts": ("control-leaks-little", doubt)})
+    assert choice.standing_of(row, undefended, risk)[0] == "holds"
+
+
+def test_no_proof_is_told_of_the_control(tuned: gv.TuneReport) -> None:
+    undefended, _ = rows(tuned, 0.0, 0.0)
+    assert choice.standing_of(undefended, undefended, 0.2) == ("unknown", "nothing")
+    undefended, _ = rows(tuned, 1.0, 0.0)
+    assert choice.standing_of(undefended, undefended, 0.2) == ("leaks", "line-up")
+
+
+def test_a_proof_is_contradicted_by_more_than_it_allows_to_the_line_up_that_was_played(tuned: gv.TuneReport) -> None:
+    undefended, row = rows(tuned, 1.0, 0.3)
+    assert row.line_up is not None and row.line_up.identified.low == pytest.approx(0.1)
+    for m, standing in ((20, "holds"), (1001, "leaks")):
+        proof = gv.certify("dpsgd:noise=0.7", rounds=1, line_up=m)
+        played = row.model_copy(update={"line_up": row.line_up.model_copy(update={"m": m, "certificate": proof})})
+        assert choice.standing_of(played, undefended, 0.05)[0] == standing
+
+
+def test_a_small_audit_recommends_nothing_however_much_may_be_promised(tmp_path: Path) -> None:
+    tune = run_tune(spec(defenses=["dpsgd:noise=0.01"], risk=0.9, victims=2), Execution(out=tmp_path / "run")).tuned
+    assert tune.recommended is None and [s.standing for s in tune.settings] == ["unknown"]
+    assert "with so few victims a leak could have stayed unseen" in tune.families[0].text
+
+
+def test_without_any_attack_a_proof_recommends_nothing_and_the_control_has_none(tmp_path: Path) -> None:
+    wanted = spec(defenses=["dpsgd:noise=0.01"], risk=0.05, victims=2, attacks=["rgap"], utility=None)
+    tune = run_tune(wanted, Execution(out=tmp_path / "run")).tuned
+    assert (tune.control.standing, tune.control.basis) == ("unknown", "nothing") and tune.recommended is None
+
+
+def test_a_line_up_that_was_not_played_is_not_spoken_of(tuned: gv.TuneReport) -> None:
+    undefended, row = rows(tuned, None, None)
+    basis = choice.standing_of(row, undefended, 0.2)
+    finding = Finding.of(row, *basis)
+    assert basis == ("holds", "certificate") and choice._rests_on(finding).endswith("rests on the proof alone")
 
 
 def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Path) -> None:

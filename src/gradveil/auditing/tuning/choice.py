@@ -15,19 +15,27 @@ from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCod
 OF_THE_COST: frozenset[RejectionCode] = frozenset(
     ("cost-not-measured", "too-costly", "uncertain-cost", "near-chance", "nothing-to-lose")
 )
+# The attacks get too little without a defense, so that no test of pictures can tell, however much is done under one.
+WEAK_CONTROL: frozenset[Doubt] = frozenset(("control-does-not-leak", "control-leaks-little"))
 
 
 def standing_of(row: DefenseRow, control: DefenseRow, risk: float | None) -> tuple[Standing, Basis]:
     """Whether a setting holds, and what that rests on.
 
-    Only where the test of the verdict cannot tell, the line-up decides: it must succeed without a defense, and not under
-    this one. With a promised risk, what is proved holds unless the line-up contradicts it.
+    Only where the attacks get too little without a defense, the line-up decides: it must succeed without a defense, and not
+    under this one. With a promised risk, what is proved holds unless the line-up contradicts it; the control proves nothing.
     """
     if row.verdict != CANNOT_TELL:
         return ("leaks" if row.verdict == LEAKS else "holds"), "picture"
+    if WEAK_CONTROL.isdisjoint(row.doubts):
+        return "unknown", "nothing"
     line_up = row.line_up
-    if risk is not None:
-        return ("leaks", "line-up") if line_up and line_up.identified.low > risk else ("holds", "certificate")
+    if risk is not None and not row.control:
+        if line_up is None:
+            return "holds", "certificate"
+        # The risk is that of the wanted candidates and releases; the line-up that was played may have others.
+        limit = line_up.certificate.upper if line_up.certificate else risk
+        return ("leaks", "line-up") if line_up.identified.low > limit else ("holds", "certificate")
     if line_up is None or control.line_up is None or not control.line_up.shown:
         return "unknown", "nothing"
     return ("leaks" if line_up.shown else "holds"), "line-up"
@@ -140,7 +148,8 @@ def _rests_on(finding: Finding) -> str:
         rate = finding.line_up.rate if finding.line_up else 0.0
         first = f"{rate:.0%} of the images came first of {finding.candidates:,}, which guessing explains"
         return f"the picture cannot tell, so this rests on the line-up alone: {first}"
-    return "the picture cannot tell, so this rests on the proof, which the line-up does not contradict"
+    beside = " alone" if finding.line_up is None else ", which the line-up does not contradict"
+    return f"the picture cannot tell, so this rests on the proof{beside}"
 
 
 _FAULTS: dict[RejectionCode, str] = {

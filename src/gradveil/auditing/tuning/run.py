@@ -272,9 +272,12 @@ class _Tune:
         if self.settled:
             notes.append("What leaks was attacked only until that was seen; all attacks together may get more of it.")
         if any(s.basis in ("line-up", "certificate") for s in settings):
+            played = self.searched.control is not None and self.searched.control.line_up is not None
+            beside = "its certificate, unless the line-up contradicts it" if played else "its certificate alone"
+            rests = "the line-up" if self.spec.risk is None else beside
             notes.append(
-                "Where the verdict is `cannot tell`, the picture decides nothing: that setting rests on the line-up, and on "
-                "the certificate where a risk is promised."
+                "Where the attacks get too little without a defense, the verdict is `cannot tell` and the picture decides "
+                f"nothing: such a setting rests on {rests}."
             )
         if any(s.promised is not None for s in settings):
             notes.append(
@@ -283,7 +286,9 @@ class _Tune:
                 "which looked at private data to choose."
             )
         if control.standing == "unknown":
-            notes.append("Without a defense neither attacks nor line-up show a leak, so nothing can be told of a defense.")
+            proved = any(s.basis == "certificate" for s in settings)
+            told = "only a proof tells anything of a defense" if proved else "nothing can be told of a defense"
+            notes.append(f"Without a defense neither attacks nor line-up show a leak, so {told}.")
         return notes
 
     def written(self, tuned: TuneSummary) -> FinishedTune:
