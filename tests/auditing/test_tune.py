@@ -20,7 +20,8 @@ from gradveil.auditing.run import Stopped
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning import run as tuning_run
-from gradveil.auditing.tuning.results import Finding, TuneSummary
+from gradveil.auditing.tuning.bracket import Standing
+from gradveil.auditing.tuning.results import Basis, Finding, TuneSummary
 from gradveil.auditing.tuning.run import _family, _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
 from gradveil.certification.line_up import LineUpRisk
@@ -28,7 +29,7 @@ from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate
 from gradveil.report.tune_report import print_tune
-from gradveil.summary import DefenseRow
+from gradveil.summary import DefenseRow, Summary
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "tune.schema.json"
 TRAINING = {"seeds": 2, "rounds": 10, "lr_grid": "1", "clients": 6, "images": 10, "lr": 0.2, "defended": 1}
@@ -253,6 +254,36 @@ def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Pa
         assert 0.048 < gv.certify(first, rounds=1).upper <= 0.05
         bracket.record(first, "holds")
         assert bracket.next() is None, "a weaker one would break the promise"
+
+
+@pytest.mark.parametrize(("fails", "late"), [(True, False), (False, True)])
+def test_what_was_not_audited_again_is_told_as_such_in_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, late: bool
+) -> None:
+    judged = _Tune._standing
+
+    def standing(tune: _Tune, summary: Summary, row: DefenseRow) -> tuple[Standing, Basis]:
+        on_fresh = summary is tune.fresh and not row.control
+        return ("leaks", "line-up") if fails and on_fresh else judged(tune, summary, row)
+
+    monkeypatch.setattr(_Tune, "_standing", standing)
+    monkeypatch.setattr(_Tune, "_late", lambda tune, share: late and share == 1.0)
+    monkeypatch.setattr(choice, "MOST_FRESH", 1)
+    finished = run_tune(spec(utility={**TRAINING, "seeds": 1}), Execution(out=tmp_path / "run"))
+    tune, rejected = finished.tuned, finished.searched.recommendation.rejected
+    failed = [s.spec for s in tune.settings if s.fresh]
+    assert tune.recommended is None and len(failed) == fails
+    assert {r.spec: r.reasons for r in rejected} == {s.spec: s.reasons for s in tune.settings}
+    assert {code for s in tune.settings for code in s.reasons} == {
+        "leaks",
+        "not-confirmed",
+        *(["failed-again"] if fails else []),
+    }
+    why = "1 other setting had not held there" if fails else "there was no time"
+    assert tune.text.endswith(f"but it was not audited again on fresh victims: {why}.")
+    (step,) = tune.next_steps
+    assert step.code == ("complete-evidence" if fails else "more-time")
+    assert not fails or step.reason.startswith(f"{failed[0]} did not hold on fresh victims.")
 
 
 def test_with_few_minutes_fewer_defenses_are_searched_rather_than_attacked_by_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ from gradveil.auditing.advice import LEAST_IMAGES, Evidence, cost_reasons, reaso
 from gradveil.auditing.tuning.bracket import Bracket, Standing
 from gradveil.auditing.tuning.results import Basis, Finding, TriedSetting
 from gradveil.certification.certificate import percent
-from gradveil.core.text import listing
+from gradveil.core.text import listing, plural
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCode
 
+MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 OF_THE_COST: frozenset[RejectionCode] = frozenset(
     ("cost-not-measured", "too-costly", "uncertain-cost", "near-chance", "nothing-to-lose")
 )
@@ -166,11 +167,14 @@ _FAULTS: dict[RejectionCode, str] = {
     "nothing-to-lose": "without a defense the model learns next to nothing here, so that its cost cannot be told",
     "costs-more": "it costs more",
     "failed-again": "it or a stronger setting did not hold on fresh victims",
+    "not-confirmed": "it was not audited again on fresh victims",
 }
 
 
 def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
     """The plain sentence where nothing can be recommended, with what stands in the way of the nearest setting."""
+    if not settings:
+        return "No setting was tried; the text of each defense says why."
     held = [setting for setting in settings if setting.standing == "holds"]
     if not held:
         leaking = sum(setting.standing == "leaks" for setting in settings)
@@ -181,5 +185,8 @@ def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
         return f"No setting that was tried holds: {leaking} of {len(settings)} leak, and of the others it cannot be told."
     near = min(held, key=lambda s: ("failed-again" in s.reasons, s.loss is None, s.loss or 0.0))
     price = f" (it loses {loss_text(near)})" if near.loss is not None and "nothing-to-lose" not in near.reasons else ""
-    faults = listing(_FAULTS[code] for code in near.reasons) or "there was no time to audit it on fresh victims"
+    faults = listing(_FAULTS[code] for code in near.reasons)
+    if "not-confirmed" in near.reasons:
+        failed = sum(bool(s.fresh) for s in settings)
+        faults += f": {plural(failed, 'other setting')} had not held there" if failed >= MOST_FRESH else ": there was no time"
     return f"No setting that was tried survives and {limits}. The nearest is {near.spec}{price}, but {faults}."

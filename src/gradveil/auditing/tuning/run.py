@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
 from gradveil.attacks.suite import Counters
-from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, Evidence, advise, after
+from gradveil.auditing.advice import DP_START, LEAST_BATCHES, LEAST_IMAGES, Evidence, advise, after
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, SWIFT, Fitted, fit
@@ -46,7 +46,6 @@ from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Reje
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
 LEAST_STRENGTHS = 2  # of each defense that must fit in the minutes: they may leak and hold
-MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 
 
 class FinishedTune(NamedTuple):
@@ -209,7 +208,7 @@ class _Tune:
     def confirm(self) -> bool:
         """Audit the cheapest eligible setting on fresh victims. Whether it did not hold there, so that the search goes on."""
         eligible = sorted((s for s in self._settings() if not s.reasons), key=lambda s: (s.loss or 0.0, s.overhead or 0.0))
-        if not eligible or eligible[0].spec in self.again or len(self.again) >= MOST_FRESH or self._late(1.0):
+        if not eligible or eligible[0].spec in self.again or len(self.again) >= choice.MOST_FRESH or self._late(1.0):
             return False
         best = eligible[0].spec
         self.display.note(f"fresh victims: {best}")
@@ -257,14 +256,25 @@ class _Tune:
     def _steps(self, settings: Sequence[TriedSetting], best: TriedSetting | None) -> Iterable[NextStep]:
         """As of every audit, with commands that search again."""
         evidence = self._evidence(self.spec, self.searched)
-        failed = [s.spec for s in settings if "failed-again" in s.reasons]
-        if failed and best is None:
+        failed = [s.spec for s in settings if s.fresh and "failed-again" in s.reasons]
+        open_ones = [s.spec for s in settings if "not-confirmed" in s.reasons]
+        if best is not None:
+            yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
+        elif failed:
             why = f"{listing(failed)} did not hold on fresh victims. On more victims a search is less easily deceived."
             yield NextStep(code="complete-evidence", reason=why, command=evidence.command(victims=2 * self.spec.victims))
-        elif best is None:
+        elif open_ones:
+            why = f"There was no time to audit {listing(open_ones)} on fresh victims. Without --minutes the command does it."
+            yield NextStep(code="more-time", reason=why, command=evidence.spec.command())
+        elif settings:
             yield from advise(evidence).next_steps
+        elif not self.brackets:
+            if not any("dpsgd" in outcome.family for outcome in self.left_out):
+                why = "None of these defenses promises a risk; the noise of differential privacy (dpsgd) does."
+                yield NextStep(code="differential-privacy", reason=why, command=evidence.command(defenses=[DP_START]))
         else:
-            yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
+            why = "There was no time to audit any setting. Without --minutes the command does it."
+            yield NextStep(code="more-time", reason=why, command=evidence.spec.command())
 
     def _notes(self, settings: Sequence[TriedSetting], control: Finding) -> list[str]:
         """What the reader must know beside the recommendation."""
@@ -364,10 +374,10 @@ def _not_begun(text: str) -> FamilyOutcome:
 
 
 def _beaten(setting: TriedSetting, best: TriedSetting | None) -> TriedSetting:
-    """An eligible setting that is not the one to take costs more."""
-    if best is None or setting.reasons or setting.spec == best.spec:
+    """An eligible setting that is not the one to take costs more; where none is taken, none was audited again."""
+    if setting.reasons or setting is best:
         return setting
-    return setting.model_copy(update={"reasons": ("costs-more",)})
+    return setting.model_copy(update={"reasons": ("not-confirmed",) if best is None else ("costs-more",)})
 
 
 def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
@@ -376,7 +386,5 @@ def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
     shown = best.spec if best and best.verdict == NO_LEAK else None
     codes: dict[str, tuple[RejectionCode, ...]] = {r.spec: r.reasons for r in before.rejected}
     codes |= {s.spec: s.reasons for s in tuned.settings if s.reasons}
-    rejected = tuple(
-        Rejection(spec=s.spec, reasons=codes.get(s.spec, ("failed-again",))) for s in tuned.settings if s.spec != shown
-    )
+    rejected = tuple(Rejection(spec=s.spec, reasons=codes[s.spec]) for s in tuned.settings if s.spec != shown)
     return before.model_copy(update={"defense": shown, "rejected": rejected, "next_steps": tuned.next_steps})
