@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import gradveil as gv
+from gradveil.auditing import line_up
 from gradveil.auditing.case import Case
 from gradveil.auditing.fit import Fitted
 from gradveil.auditing.limits import Execution
@@ -24,6 +25,7 @@ from gradveil.auditing.tuning.bracket import Standing
 from gradveil.auditing.tuning.results import Basis, Finding, TuneSummary
 from gradveil.auditing.tuning.run import _family, _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
+from gradveil.certification.certificate import Certificate
 from gradveil.certification.line_up import LineUpRisk
 from gradveil.cli import main
 from gradveil.core.errors import UserError
@@ -254,6 +256,34 @@ def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Pa
         assert 0.048 < gv.certify(first, rounds=1).upper <= 0.05
         bracket.record(first, "holds")
         assert bracket.next() is None, "a weaker one would break the promise"
+
+
+def promised(tmp_path: Path, **utility: object) -> _Tune:
+    local = {"victims": 8, "batch_size": 4, "local_lr": 0.1, "utility": {**TRAINING, "defended": "all", **utility}}
+    return _Tune(spec(defenses=["dpsgd:noise=0.01"], risk=0.05, **local), Execution(out=tmp_path / "run"), Display())
+
+
+def test_a_promise_counts_the_epochs_of_the_training_that_measures_the_cost(tmp_path: Path) -> None:
+    once, often = (promised(tmp_path, local_epochs=epochs, batch_size=size) for epochs, size in ((1, 10), (4, 5)))
+    assert once.releases == often.releases == 10
+    for tune, epochs in ((once, 1), (often, 4)):
+        first = tune.brackets[0].next()
+        assert first is not None and 0.048 < gv.certify(first, rounds=10, local_epochs=epochs).upper <= 0.05
+
+
+def test_a_promise_for_poisson_batches_is_counted_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def certify(defense: str, **releases: object) -> Certificate:
+        asked.append(releases)
+        return gv.certify("dpsgd:noise=3", rounds=1)
+
+    monkeypatch.setattr(line_up, "certify", certify)
+    promised(tmp_path, sampling="poisson", batch_size=5, local_epochs=2)
+    wanted = {"rounds": 10, "local_epochs": 2, "sampling": "poisson", "batch_size": 5, "images": 10}
+    assert asked and all(wanted.items() <= releases.items() for releases in asked)
+    (left_out,) = promised(tmp_path, sampling="poisson", batch_size=5, partition="dirichlet:alpha=1").left_out
+    assert "different numbers of images" in left_out.text
 
 
 @pytest.mark.parametrize(("fails", "late"), [(True, False), (False, True)])

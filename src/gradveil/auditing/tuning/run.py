@@ -23,7 +23,7 @@ from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, SWIFT, Fitted, fit
 from gradveil.auditing.limits import Execution
-from gradveil.auditing.line_up import proved_limit
+from gradveil.auditing.line_up import Repeated, proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
 from gradveil.auditing.spec import AuditSpec, written
@@ -127,8 +127,8 @@ class _Tune:
         """The level at which the defense promises the risk; None where none is wanted."""
         if self.spec.risk is None:
             return None
-        limit = proved_limit(self.case, scale.defense, self.candidates, self.releases, self.spec.risk)
-        now = proved_limit(self.case, scale.defense, self.candidates, self.releases)
+        limit = proved_limit(self.case, scale.defense, self.candidates, self.repeated, self.spec.risk)
+        now = proved_limit(self.case, scale.defense, self.candidates, self.repeated)
         text = scale.at(scale.level + math.log10(limit.noise / now.noise), at_least=True)
         least = StrengthScale.of(defense_methods.parse(text))
         assert least is not None
@@ -139,10 +139,16 @@ class _Tune:
         return self.spec.candidates or LINE_UP
 
     @cached_property
-    def releases(self) -> int:
-        """Rounds of the training of the cost in which one image takes part."""
+    def repeated(self) -> Repeated:
+        """The rounds of the training of the cost in which one image takes part, with its own epochs and batches."""
         training, case = self.spec.utility or UtilityTraining(), self.case
-        return rounds_of_an_image(training.plan(case.training, self.spec.batch_size, len(case.data.private), self.spec.seed))
+        plan = training.plan(case.training, self.spec.batch_size, len(case.data.private), self.spec.seed)
+        images = plan.images_per_client if plan.partition == "iid" else None
+        return Repeated(plan.local_training(0), rounds_of_an_image(plan), images)
+
+    @property
+    def releases(self) -> int:
+        return self.repeated.rounds
 
     def _late(self, share: float) -> bool:
         """Whether this share of the time is over."""
@@ -193,7 +199,7 @@ class _Tune:
 
     def _promised(self, text: str) -> float | None:
         try:
-            limit = proved_limit(self.case, defense_methods.parse(text), self.candidates, self.releases).upper
+            limit = proved_limit(self.case, defense_methods.parse(text), self.candidates, self.repeated).upper
         except UserError:  # it has no proof
             return None
         return limit if limit <= CERTAIN else None
@@ -291,9 +297,9 @@ class _Tune:
             )
         if any(s.promised is not None for s in settings):
             notes.append(
-                f"Proved limits are for a line-up of {self.candidates:,} candidates and {plural(self.releases, 'release')} of "
-                "one image: as often as it takes part in the training that measures the cost. They do not count this search, "
-                "which looked at private data to choose."
+                f"Proved limits are for a line-up of {self.candidates:,} candidates and {plural(self.releases, 'round')} with "
+                "the same image: as often as it takes part in the training that measures the cost. They do not count this "
+                "search, which looked at private data to choose."
             )
         if control.standing == "unknown":
             proved = any(s.basis == "certificate" for s in settings)
