@@ -64,6 +64,7 @@ Doubt = Literal[
 RejectionCode = Literal[
     "leaks", "cannot-tell", "weak-control", "no-counter", "few-victims", "coarse-test", "cost-not-measured", "too-costly",
     "uncertain-cost", "near-chance", "nothing-to-lose", "costs-more", "failed-again",
+    "not-confirmed",
 ]  # fmt: skip
 StepCode = Literal[
     "audit-defenses", "stronger-attacks", "more-private-images", "failed-attacks", "failed-training", "more-time",

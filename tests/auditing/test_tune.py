@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import gradveil as gv
+from gradveil.auditing import line_up
 from gradveil.auditing.case import Case
 from gradveil.auditing.fit import Fitted
 from gradveil.auditing.limits import Execution
@@ -20,15 +21,17 @@ from gradveil.auditing.run import Stopped
 from gradveil.auditing.spec import make_spec
 from gradveil.auditing.tuning import choice
 from gradveil.auditing.tuning import run as tuning_run
-from gradveil.auditing.tuning.results import TuneSummary
+from gradveil.auditing.tuning.bracket import Standing
+from gradveil.auditing.tuning.results import Basis, Finding, TuneSummary
 from gradveil.auditing.tuning.run import _family, _Tune, run_tune
 from gradveil.auditing.tuning.spec import TuneSpec
+from gradveil.certification.certificate import Certificate
 from gradveil.certification.line_up import LineUpRisk
 from gradveil.cli import main
 from gradveil.core.errors import UserError
 from gradveil.core.results import Rate
 from gradveil.report.tune_report import print_tune
-from gradveil.summary import DefenseRow
+from gradveil.summary import DefenseRow, Summary
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "tune.schema.json"
 TRAINING = {"seeds": 2, "rounds": 10, "lr_grid": "1", "clients": 6, "images": 10, "lr": 0.2, "defended": 1}
@@ -195,6 +198,53 @@ def test_where_the_picture_cannot_tell_the_line_up_or_the_proof_decides(
     assert choice.standing_of(row, undefended, risk) == expected
 
 
+@pytest.mark.parametrize("doubt", ["no-attack-ran", "few-strangers", "few-victims", "attacks-failed"])
+@pytest.mark.parametrize("risk", [None, 0.2])
+def test_neither_line_up_nor_proof_stands_in_for_an_audit_that_was_too_small_or_failed(
+    tuned: gv.TuneReport, doubt: str, risk: float | None
+) -> None:
+    undefended, row = rows(tuned, 1.0, 0.0)
+    row = row.model_copy(update={"doubts": (doubt,)})
+    assert choice.standing_of(row, undefended, risk) == ("unknown", "nothing")
+    row = row.model_copy(update={"doubts": ("control-leaks-little", doubt)})
+    assert choice.standing_of(row, undefended, risk)[0] == "holds"
+
+
+def test_no_proof_is_told_of_the_control(tuned: gv.TuneReport) -> None:
+    undefended, _ = rows(tuned, 0.0, 0.0)
+    assert choice.standing_of(undefended, undefended, 0.2) == ("unknown", "nothing")
+    undefended, _ = rows(tuned, 1.0, 0.0)
+    assert choice.standing_of(undefended, undefended, 0.2) == ("leaks", "line-up")
+
+
+def test_a_proof_is_contradicted_by_more_than_it_allows_to_the_line_up_that_was_played(tuned: gv.TuneReport) -> None:
+    undefended, row = rows(tuned, 1.0, 0.3)
+    assert row.line_up is not None and row.line_up.identified.low == pytest.approx(0.1)
+    for m, standing in ((20, "holds"), (1001, "leaks")):
+        proof = gv.certify("dpsgd:noise=0.7", rounds=1, line_up=m)
+        played = row.model_copy(update={"line_up": row.line_up.model_copy(update={"m": m, "certificate": proof})})
+        assert choice.standing_of(played, undefended, 0.05)[0] == standing
+
+
+def test_a_small_audit_recommends_nothing_however_much_may_be_promised(tmp_path: Path) -> None:
+    tune = run_tune(spec(defenses=["dpsgd:noise=0.01"], risk=0.9, victims=2), Execution(out=tmp_path / "run")).tuned
+    assert tune.recommended is None and [s.standing for s in tune.settings] == ["unknown"]
+    assert "with so few victims a leak could have stayed unseen" in tune.families[0].text
+
+
+def test_without_any_attack_a_proof_recommends_nothing_and_the_control_has_none(tmp_path: Path) -> None:
+    wanted = spec(defenses=["dpsgd:noise=0.01"], risk=0.05, victims=2, attacks=["rgap"], utility=None)
+    tune = run_tune(wanted, Execution(out=tmp_path / "run")).tuned
+    assert (tune.control.standing, tune.control.basis) == ("unknown", "nothing") and tune.recommended is None
+
+
+def test_a_line_up_that_was_not_played_is_not_spoken_of(tuned: gv.TuneReport) -> None:
+    undefended, row = rows(tuned, None, None)
+    basis = choice.standing_of(row, undefended, 0.2)
+    finding = Finding.of(row, *basis)
+    assert basis == ("holds", "certificate") and choice._rests_on(finding).endswith("rests on the proof alone")
+
+
 def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Path) -> None:
     wanted = spec(defenses=["dpsgd:noise=0.01", "clip:norm=2.0+gaussian:std=1.0", "prune"], risk=0.05)
     tune = _Tune(wanted, Execution(out=tmp_path / "run"), Display())
@@ -206,6 +256,64 @@ def test_a_promised_risk_is_kept_by_the_weakest_noise_that_keeps_it(tmp_path: Pa
         assert 0.048 < gv.certify(first, rounds=1).upper <= 0.05
         bracket.record(first, "holds")
         assert bracket.next() is None, "a weaker one would break the promise"
+
+
+def promised(tmp_path: Path, **utility: object) -> _Tune:
+    local = {"victims": 8, "batch_size": 4, "local_lr": 0.1, "utility": {**TRAINING, "defended": "all", **utility}}
+    return _Tune(spec(defenses=["dpsgd:noise=0.01"], risk=0.05, **local), Execution(out=tmp_path / "run"), Display())
+
+
+def test_a_promise_counts_the_epochs_of_the_training_that_measures_the_cost(tmp_path: Path) -> None:
+    once, often = (promised(tmp_path, local_epochs=epochs, batch_size=size) for epochs, size in ((1, 10), (4, 5)))
+    assert once.releases == often.releases == 10
+    for tune, epochs in ((once, 1), (often, 4)):
+        first = tune.brackets[0].next()
+        assert first is not None and 0.048 < gv.certify(first, rounds=10, local_epochs=epochs).upper <= 0.05
+
+
+def test_a_promise_for_poisson_batches_is_counted_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def certify(defense: str, **releases: object) -> Certificate:
+        asked.append(releases)
+        return gv.certify("dpsgd:noise=3", rounds=1)
+
+    monkeypatch.setattr(line_up, "certify", certify)
+    promised(tmp_path, sampling="poisson", batch_size=5, local_epochs=2)
+    wanted = {"rounds": 10, "local_epochs": 2, "sampling": "poisson", "batch_size": 5, "images": 10}
+    assert asked and all(wanted.items() <= releases.items() for releases in asked)
+    (left_out,) = promised(tmp_path, sampling="poisson", batch_size=5, partition="dirichlet:alpha=1").left_out
+    assert "different numbers of images" in left_out.text
+
+
+@pytest.mark.parametrize(("fails", "late"), [(True, False), (False, True)])
+def test_what_was_not_audited_again_is_told_as_such_in_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, late: bool
+) -> None:
+    judged = _Tune._standing
+
+    def standing(tune: _Tune, summary: Summary, row: DefenseRow) -> tuple[Standing, Basis]:
+        on_fresh = summary is tune.fresh and not row.control
+        return ("leaks", "line-up") if fails and on_fresh else judged(tune, summary, row)
+
+    monkeypatch.setattr(_Tune, "_standing", standing)
+    monkeypatch.setattr(_Tune, "_late", lambda tune, share: late and share == 1.0)
+    monkeypatch.setattr(choice, "MOST_FRESH", 1)
+    finished = run_tune(spec(utility={**TRAINING, "seeds": 1}), Execution(out=tmp_path / "run"))
+    tune, rejected = finished.tuned, finished.searched.recommendation.rejected
+    failed = [s.spec for s in tune.settings if s.fresh]
+    assert tune.recommended is None and len(failed) == fails
+    assert {r.spec: r.reasons for r in rejected} == {s.spec: s.reasons for s in tune.settings}
+    assert {code for s in tune.settings for code in s.reasons} == {
+        "leaks",
+        "not-confirmed",
+        *(["failed-again"] if fails else []),
+    }
+    why = "1 other setting had not held there" if fails else "there was no time"
+    assert tune.text.endswith(f"but it was not audited again on fresh victims: {why}.")
+    (step,) = tune.next_steps
+    assert step.code == ("complete-evidence" if fails else "more-time")
+    assert not fails or step.reason.startswith(f"{failed[0]} did not hold on fresh victims.")
 
 
 def test_with_few_minutes_fewer_defenses_are_searched_rather_than_attacked_by_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,12 @@ def test_pruning_nothing_is_known_to_leak() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["prune:ratio=0.9999999", "gaussian:std=1e+300", "dpsgd:noise=1e-310", "laplace:scale=1.0"])
+@pytest.mark.parametrize("threshold", [-math.inf, math.inf])
+def test_a_search_ends_before_a_strength_is_no_number(text: str, threshold: float) -> None:
+    assert text in searched(text, threshold, most=60).tried
+
+
 def test_below_a_promise_nothing_is_tried() -> None:
     least = math.log10(1.234)
     bracket = searched("dpsgd:noise=0.01", -5, least=least)

@@ -40,3 +40,22 @@ def test_a_search_without_counters_finds_a_strength_and_recommends_nothing(gradv
 def test_bad_input_is_told_in_one_line(gradveil, archive: str, tmp_path: Path, words: tuple[str, ...], says: str) -> None:  # type: ignore[no-untyped-def]
     code, _, errors = gradveil("tune", "--data", archive, "--out", str(tmp_path / "run"), *words)
     assert code == 2 and says in errors and errors.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_the_next_command_names_a_defense_once_although_two_strengths_hold(gradveil, archive: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    settings = ("--data", archive, *SMALL, "--line-up", "0", "--out", str(tmp_path / "run"))
+    code, _, _ = gradveil("tune", "--defense", "gaussian:relative=1000.0", *settings)
+    summary = TuneSummary.read(tmp_path / "run")
+    assert code == 0 and sum(s.standing == "holds" for s in summary.settings) == 2
+    (step,) = summary.next_steps
+    assert step.command is not None and step.command.count("--defense") == 1
+    code, text, _ = gradveil(*step.command.split()[1:], "--plan")
+    assert code == 0 and "of 1 defense" in text
+
+
+def test_where_no_defense_can_promise_a_risk_one_is_named_that_can(gradveil, archive: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    settings = ("--data", archive, *SMALL, "--line-up", "0", "--out", str(tmp_path / "run"))
+    code, text, _ = gradveil("tune", "--defense", "prune", "--risk", "0.05", *settings)
+    assert code == 0 and "No setting was tried; the text of each defense says why." in " ".join(text.split())
+    (step,) = TuneSummary.read(tmp_path / "run").next_steps
+    assert step.command is not None and "--defense dpsgd" in step.command and "--risk 0.05" in step.command

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from gradveil.attacks.suite import suite_named
 from gradveil.auditing.notices import is_near_chance
-from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, make_spec
+from gradveil.auditing.spec import FIRST, SUITE, AuditSpec, as_list, make_spec
 from gradveil.auditing.strength import NEAR, StrengthScale
 from gradveil.auditing.tuning.spec import MOST_FAMILIES, TuneSpec
 from gradveil.core.errors import UserError
 from gradveil.core.results import GradientChange
 from gradveil.core.text import duration, listing, plural
+from gradveil.defenses import parse
 from gradveil.defenses.base import Defense
 from gradveil.defenses.gradient.dpsgd import DpSgd
 from gradveil.defenses.update.clip import Clip
@@ -88,8 +89,11 @@ class Evidence:
     def command(self, **changes: object) -> str | None:
         """The command of this audit with only these settings replaced; None where they do not fit the others."""
         values: dict[str, object] = {name: getattr(self.spec, name) for name in type(self.spec).model_fields}
+        values |= changes
+        if isinstance(self.spec, TuneSpec):
+            values["defenses"] = _weakest_of_each(values["defenses"])
         try:
-            return make_spec(values | changes, type(self.spec)).command()
+            return make_spec(values, type(self.spec)).command()
         except UserError:  # the step stays, in words
             return None
 
@@ -104,6 +108,16 @@ class Evidence:
             return make_spec(values | changes, TuneSpec).command()
         except UserError:
             return None
+
+
+def _weakest_of_each(defenses: object) -> list[object]:
+    """A search takes each defense once, at the strength where it begins."""
+    weakest: dict[str, tuple[float, object]] = {}
+    for defense in as_list(defenses):
+        scale = StrengthScale.of(parse(defense)) if isinstance(defense, str | Defense) else None
+        if scale and scale.level < weakest.get(scale.family, (math.inf, None))[0]:
+            weakest[scale.family] = scale.level, defense
+    return [defense for _, defense in weakest.values()]
 
 
 def advise(evidence: Evidence) -> Recommendation:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from gradveil.auditing.case import Case
 from gradveil.certification.certificate import COUPLED, Certificate
 from gradveil.certification.line_up import LineUpRisk
 from gradveil.core.errors import UserError
+from gradveil.core.local_training import LocalTraining
 from gradveil.core.randomness import generator
 from gradveil.core.types import Batch
 from gradveil.defenses.base import Defense
@@ -77,24 +79,43 @@ def line_up_risk(case: Case, defense: Defense, cells: Sequence[StoredCell]) -> L
 def _certificate(case: Case, defense: Defense, m: int) -> Certificate | None:
     """The limit that the defense proves for what this audit saw; None where it proves none."""
     try:
-        return proved_limit(case, defense, m, case.spec.updates) if m >= 2 else None
+        return proved_limit(case, defense, m, Repeated(case.training, case.spec.updates)) if m >= 2 else None
     except UserError:  # it has no proof, or no noise
         return None
 
 
-def proved_limit(case: Case, defense: Defense, m: int, rounds: int, risk: float | None = None) -> Certificate:
-    """The limit that the defense proves for so many rounds of the audited local training; with `risk`, at the noise for it."""
-    training, (task, _) = case.training, case.task(defense)
+@dataclass(frozen=True)
+class Repeated:
+    """Rounds of local training that the same image takes part in."""
+
+    training: LocalTraining
+    rounds: int
+    images: int | None = None  # of every client; None: they have different numbers
+
+    def releases(self) -> dict[str, Any]:
+        """As certificates count them."""
+        counted: dict[str, Any] = {"rounds": self.rounds, "local_epochs": self.training.epochs}
+        size = self.training.batch_size
+        if size is None or (self.images is not None and size >= self.images and self.training.sampling == "shuffled"):
+            return {**counted, "sampling": "full"}
+        if self.training.sampling == "shuffled":
+            return {**counted, "sampling": "shuffled"}
+        if self.images is None:
+            raise UserError("nothing is promised for Poisson batches of clients with different numbers of images.")
+        return {**counted, "sampling": "poisson", "batch_size": min(size, self.images), "images": self.images}
+
+
+def proved_limit(case: Case, defense: Defense, m: int, repeated: Repeated, risk: float | None = None) -> Certificate:
+    """The limit that the defense proves for so many rounds; with `risk`, at the noise for it."""
+    task, _ = case.task(defense)
     if task.model.couples_images:
         raise UserError(f"{defense.spec} promises nothing here: {COUPLED}")
-    if training.sends_statistics:
+    if case.training.sends_statistics:
         raise UserError(f"{defense.spec} promises nothing here: statistics leave the client without noise.")
-    sampling = "full" if training.batch_size is None else "shuffled"
+    releases = repeated.releases()
 
     def limit(clients: int) -> Certificate:
-        return certify(
-            defense, line_up=m, rounds=rounds, local_epochs=training.epochs, sampling=sampling, aggregate=clients, risk=risk
-        )
+        return certify(defense, line_up=m, aggregate=clients, risk=risk, **releases)
 
     if case.spec.aggregate == 1:
         return limit(1)

@@ -82,6 +82,11 @@ class StrengthScale:
         return 0.0 if self.strength.share else None
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The levels beyond which no number is told from the next, or is none."""
+        return (0.0, 9.0) if self.strength.share else (-30.0, 30.0)
+
+    @property
     def name(self) -> str:
         """`clip+gaussian`, without settings."""
         return "+".join(part.name for part in self.defense.parts)

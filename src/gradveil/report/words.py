@@ -300,6 +300,7 @@ def _against(summary: Summary, row: DefenseRow, code: RejectionCode) -> str:
         "nothing-to-lose": "without a defense the model learns next to nothing here, so that its cost cannot be told",
         "costs-more": f"it loses more accuracy ({loss}%)",
         "failed-again": "it, or a stronger setting of it, did not hold on fresh victims",
+        "not-confirmed": "it was not audited again on fresh victims",
     }[code]
 
 

@@ -81,10 +81,11 @@ class Bracket:
             return self.scale.level if self.least is None else self.least
         weak = self.level(self.leaking) if self.leaking else self.scale.least
         strong = self.level(self.holding[0]) if self.holding else None
+        weakest, strongest = self.scale.ends
         if strong is None:
-            return None if weak is None else weak + STEP
+            return None if weak is None or weak + STEP > strongest else weak + STEP
         if self.least is not None and weak is None:
             return None  # the weakest that keeps the promise holds
         if weak is None:
-            return strong - STEP
+            return None if strong - STEP < weakest else strong - STEP
         return (weak + strong) / 2 if strong - weak > NEAR else None

@@ -9,25 +9,34 @@ from gradveil.auditing.advice import LEAST_IMAGES, Evidence, cost_reasons, reaso
 from gradveil.auditing.tuning.bracket import Bracket, Standing
 from gradveil.auditing.tuning.results import Basis, Finding, TriedSetting
 from gradveil.certification.certificate import percent
-from gradveil.core.text import listing
+from gradveil.core.text import listing, plural
 from gradveil.summary import CANNOT_TELL, LEAKS, DefenseRow, Doubt, RejectionCode
 
+MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 OF_THE_COST: frozenset[RejectionCode] = frozenset(
     ("cost-not-measured", "too-costly", "uncertain-cost", "near-chance", "nothing-to-lose")
 )
+# The attacks get too little without a defense, so that no test of pictures can tell, however much is done under one.
+WEAK_CONTROL: frozenset[Doubt] = frozenset(("control-does-not-leak", "control-leaks-little"))
 
 
 def standing_of(row: DefenseRow, control: DefenseRow, risk: float | None) -> tuple[Standing, Basis]:
     """Whether a setting holds, and what that rests on.
 
-    Only where the test of the verdict cannot tell, the line-up decides: it must succeed without a defense, and not under
-    this one. With a promised risk, what is proved holds unless the line-up contradicts it.
+    Only where the attacks get too little without a defense, the line-up decides: it must succeed without a defense, and not
+    under this one. With a promised risk, what is proved holds unless the line-up contradicts it; the control proves nothing.
     """
     if row.verdict != CANNOT_TELL:
         return ("leaks" if row.verdict == LEAKS else "holds"), "picture"
+    if WEAK_CONTROL.isdisjoint(row.doubts):
+        return "unknown", "nothing"
     line_up = row.line_up
-    if risk is not None:
-        return ("leaks", "line-up") if line_up and line_up.identified.low > risk else ("holds", "certificate")
+    if risk is not None and not row.control:
+        if line_up is None:
+            return "holds", "certificate"
+        # The risk is that of the wanted candidates and releases; the line-up that was played may have others.
+        limit = line_up.certificate.upper if line_up.certificate else risk
+        return ("leaks", "line-up") if line_up.identified.low > limit else ("holds", "certificate")
     if line_up is None or control.line_up is None or not control.line_up.shown:
         return "unknown", "nothing"
     return ("leaks" if line_up.shown else "holds"), "line-up"
@@ -154,7 +163,8 @@ def _rests_on(finding: Finding) -> str:
         rate = finding.line_up.rate if finding.line_up else 0.0
         first = f"{rate:.0%} of the images came first of {finding.candidates:,}, which guessing explains"
         return f"the picture cannot tell, so this rests on the line-up alone: {first}"
-    return "the picture cannot tell, so this rests on the proof, which the line-up does not contradict"
+    beside = " alone" if finding.line_up is None else ", which the line-up does not contradict"
+    return f"the picture cannot tell, so this rests on the proof{beside}"
 
 
 _FAULTS: dict[RejectionCode, str] = {
@@ -171,11 +181,14 @@ _FAULTS: dict[RejectionCode, str] = {
     "nothing-to-lose": "without a defense the model learns next to nothing here, so that its cost cannot be told",
     "costs-more": "it costs more",
     "failed-again": "it or a stronger setting did not hold on fresh victims",
+    "not-confirmed": "it was not audited again on fresh victims",
 }
 
 
 def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
     """The plain sentence where nothing can be recommended, with what stands in the way of the nearest setting."""
+    if not settings:
+        return "No setting was tried; the text of each defense says why."
     held = [setting for setting in settings if setting.standing == "holds"]
     if not held:
         leaking = sum(setting.standing == "leaks" for setting in settings)
@@ -186,5 +199,8 @@ def none_text(settings: Sequence[TriedSetting], limits: Wanted) -> str:
         return f"No setting that was tried holds: {leaking} of {len(settings)} leak, and of the others it cannot be told."
     near = min(held, key=lambda s: ("failed-again" in s.reasons, s.loss is None, s.loss or 0.0))
     price = f" (it loses {loss_text(near)})" if near.loss is not None and "nothing-to-lose" not in near.reasons else ""
-    faults = listing(_FAULTS[code] for code in near.reasons) or "there was no time to audit it on fresh victims"
+    faults = listing(_FAULTS[code] for code in near.reasons)
+    if "not-confirmed" in near.reasons:
+        failed = sum(bool(s.fresh) for s in settings)
+        faults += f": {plural(failed, 'other setting')} had not held there" if failed >= MOST_FRESH else ": there was no time"
     return f"No setting that was tried survives and {limits}. The nearest is {near.spec}{price}, but {faults}."

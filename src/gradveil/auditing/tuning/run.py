@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from gradveil import defenses as defense_methods
 from gradveil.attacks.suite import Counters
-from gradveil.auditing.advice import LEAST_BATCHES, LEAST_IMAGES, Evidence, advise, after
+from gradveil.auditing.advice import DP_START, LEAST_BATCHES, LEAST_IMAGES, Evidence, advise, after
 from gradveil.auditing.case import Case
 from gradveil.auditing.export import export
 from gradveil.auditing.fit import CHOSEN, SWIFT, Fitted, fit
 from gradveil.auditing.limits import Execution
-from gradveil.auditing.line_up import proved_limit
+from gradveil.auditing.line_up import Repeated, proved_limit
 from gradveil.auditing.progress import Display
 from gradveil.auditing.run import default_folder, run_audit, workers_of
 from gradveil.auditing.spec import AuditSpec, written
@@ -46,7 +46,6 @@ from gradveil.summary import NO_LEAK, DefenseRow, NextStep, Recommendation, Reje
 
 SEARCH_SHARE = 0.5  # of --minutes: the rest is for accuracy and the fresh victims
 LEAST_STRENGTHS = 2  # of each defense that must fit in the minutes: they may leak and hold
-MOST_FRESH = 3  # settings that are audited on fresh victims: who tries many finds one that holds there by chance too
 
 
 class FinishedTune(NamedTuple):
@@ -128,8 +127,8 @@ class _Tune:
         """The level at which the defense promises the risk; None where none is wanted."""
         if self.spec.risk is None:
             return None
-        limit = proved_limit(self.case, scale.defense, self.candidates, self.releases, self.spec.risk)
-        now = proved_limit(self.case, scale.defense, self.candidates, self.releases)
+        limit = proved_limit(self.case, scale.defense, self.candidates, self.repeated, self.spec.risk)
+        now = proved_limit(self.case, scale.defense, self.candidates, self.repeated)
         text = scale.at(scale.level + math.log10(limit.noise / now.noise), at_least=True)
         least = StrengthScale.of(defense_methods.parse(text))
         assert least is not None
@@ -140,10 +139,16 @@ class _Tune:
         return self.spec.candidates or LINE_UP
 
     @cached_property
-    def releases(self) -> int:
-        """Rounds of the training of the cost in which one image takes part."""
+    def repeated(self) -> Repeated:
+        """The rounds of the training of the cost in which one image takes part, with its own epochs and batches."""
         training, case = self.spec.utility or UtilityTraining(), self.case
-        return rounds_of_an_image(training.plan(case.training, self.spec.batch_size, len(case.data.private), self.spec.seed))
+        plan = training.plan(case.training, self.spec.batch_size, len(case.data.private), self.spec.seed)
+        images = plan.images_per_client if plan.partition == "iid" else None
+        return Repeated(plan.local_training(0), rounds_of_an_image(plan), images)
+
+    @property
+    def releases(self) -> int:
+        return self.repeated.rounds
 
     def _late(self, share: float) -> bool:
         """Whether this share of the time is over."""
@@ -194,7 +199,7 @@ class _Tune:
 
     def _promised(self, text: str) -> float | None:
         try:
-            limit = proved_limit(self.case, defense_methods.parse(text), self.candidates, self.releases).upper
+            limit = proved_limit(self.case, defense_methods.parse(text), self.candidates, self.repeated).upper
         except UserError:  # it has no proof
             return None
         return limit if limit <= CERTAIN else None
@@ -209,7 +214,7 @@ class _Tune:
     def confirm(self) -> bool:
         """Audit the cheapest eligible setting on fresh victims. Whether it did not hold there, so that the search goes on."""
         eligible = sorted((s for s in self._settings() if not s.reasons), key=lambda s: (s.loss or 0.0, s.overhead or 0.0))
-        if not eligible or eligible[0].spec in self.again or len(self.again) >= MOST_FRESH or self._late(1.0):
+        if not eligible or eligible[0].spec in self.again or len(self.again) >= choice.MOST_FRESH or self._late(1.0):
             return False
         best = eligible[0].spec
         self.display.note(f"fresh victims: {best}")
@@ -257,14 +262,25 @@ class _Tune:
     def _steps(self, settings: Sequence[TriedSetting], best: TriedSetting | None) -> Iterable[NextStep]:
         """As of every audit, with commands that search again."""
         evidence = self._evidence(self.spec, self.searched)
-        failed = [s.spec for s in settings if "failed-again" in s.reasons]
-        if failed and best is None:
+        failed = [s.spec for s in settings if s.fresh and "failed-again" in s.reasons]
+        open_ones = [s.spec for s in settings if "not-confirmed" in s.reasons]
+        if best is not None:
+            yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
+        elif failed:
             why = f"{listing(failed)} did not hold on fresh victims. On more victims a search is less easily deceived."
             yield NextStep(code="complete-evidence", reason=why, command=evidence.command(victims=2 * self.spec.victims))
-        elif best is None:
+        elif open_ones:
+            why = f"There was no time to audit {listing(open_ones)} on fresh victims. Without --minutes the command does it."
+            yield NextStep(code="more-time", reason=why, command=evidence.spec.command())
+        elif settings:
             yield from advise(evidence).next_steps
+        elif not self.brackets:
+            if not any("dpsgd" in outcome.family for outcome in self.left_out):
+                why = "None of these defenses promises a risk; the noise of differential privacy (dpsgd) does."
+                yield NextStep(code="differential-privacy", reason=why, command=evidence.command(defenses=[DP_START]))
         else:
-            yield from after(evidence, next(row for row in self.searched.defenses if row.spec == best.spec))
+            why = "There was no time to audit any setting. Without --minutes the command does it."
+            yield NextStep(code="more-time", reason=why, command=evidence.spec.command())
 
     def _notes(self, settings: Sequence[TriedSetting], control: Finding, best: TriedSetting | None) -> list[str]:
         """What the reader must know beside the recommendation."""
@@ -274,18 +290,23 @@ class _Tune:
         if self.settled:
             notes.append("What leaks was attacked only until that was seen; all attacks together may get more of it.")
         if any(s.basis in ("line-up", "certificate") for s in settings):
+            played = self.searched.control is not None and self.searched.control.line_up is not None
+            beside = "its certificate, unless the line-up contradicts it" if played else "its certificate alone"
+            rests = "the line-up" if self.spec.risk is None else beside
             notes.append(
-                "Where the verdict is `cannot tell`, the picture decides nothing: that setting rests on the line-up, and on "
-                "the certificate where a risk is promised."
+                "Where the attacks get too little without a defense, the verdict is `cannot tell` and the picture decides "
+                f"nothing: such a setting rests on {rests}."
             )
         if any(s.promised is not None for s in settings):
             notes.append(
-                f"Proved limits are for a line-up of {self.candidates:,} candidates and {plural(self.releases, 'release')} of "
-                "one image: as often as it takes part in the training that measures the cost. They do not count this search, "
-                "which looked at private data to choose."
+                f"Proved limits are for a line-up of {self.candidates:,} candidates and {plural(self.releases, 'round')} with "
+                "the same image: as often as it takes part in the training that measures the cost. They do not count this "
+                "search, which looked at private data to choose."
             )
         if control.standing == "unknown":
-            notes.append("Without a defense neither attacks nor line-up show a leak, so nothing can be told of a defense.")
+            proved = any(s.basis == "certificate" for s in settings)
+            told = "only a proof tells anything of a defense" if proved else "nothing can be told of a defense"
+            notes.append(f"Without a defense neither attacks nor line-up show a leak, so {told}.")
         return notes
 
     def written(self, tuned: TuneSummary) -> FinishedTune:
@@ -361,10 +382,10 @@ def _not_begun(text: str) -> FamilyOutcome:
 
 
 def _beaten(setting: TriedSetting, best: TriedSetting | None) -> TriedSetting:
-    """An eligible setting that is not the one to take costs more."""
-    if best is None or setting.reasons or setting.spec == best.spec:
+    """An eligible setting that is not the one to take costs more; where none is taken, none was audited again."""
+    if setting.reasons or setting is best:
         return setting
-    return setting.model_copy(update={"reasons": ("costs-more",)})
+    return setting.model_copy(update={"reasons": ("not-confirmed",) if best is None else ("costs-more",)})
 
 
 def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
@@ -373,7 +394,5 @@ def _settled(before: Recommendation, tuned: TuneSummary) -> Recommendation:
     shown = best.spec if best and best.verdict == NO_LEAK else None
     codes: dict[str, tuple[RejectionCode, ...]] = {r.spec: r.reasons for r in before.rejected}
     codes |= {s.spec: s.reasons for s in tuned.settings if s.reasons}
-    rejected = tuple(
-        Rejection(spec=s.spec, reasons=codes.get(s.spec, ("failed-again",))) for s in tuned.settings if s.spec != shown
-    )
+    rejected = tuple(Rejection(spec=s.spec, reasons=codes[s.spec]) for s in tuned.settings if s.spec != shown)
     return before.model_copy(update={"defense": shown, "rejected": rejected, "next_steps": tuned.next_steps})
