@@ -61,9 +61,9 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
 def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() -> None:
     lines = {line.text: line for line in make_plan(load("ats/figure2").at("paper"), timed=False)}
     counts = [line.iterations for line in lines.values()]
-    learnt = 50 * round(0.1 * 0.6 * 50_000)  # epochs, a share of the private part of CIFAR-100
+    learnt = 50 * round(0.1 * 50_000)  # epochs, a share of all training images of CIFAR-100
     assert counts == [learnt, 100 * 100 * 21, 100 * 100 * 2500]
-    assert all("resnet20-4 on cifar100" in text for text in lines)
+    assert all("resnet20-4 on cifar100:private=50000" in text for text in lines)
 
 
 def test_a_plan_counts_the_trainings_of_attacked_models() -> None:

@@ -24,6 +24,7 @@ from gradveil.defenses.data.loda.defense import Loda
 from gradveil.defenses.gradient.dcs2 import DCS2, PRESETS
 from gradveil.federation import central_plan
 from gradveil.models import build
+from gradveil.recipes.plan import _facts
 from gradveil.recipes.recipe import ATTACK_METRICS, Scaled, all_names, load, trainings
 
 SGD = {"optimizer": "sgd", "momentum": 0.9, "local_epochs": 1, "mode": "train"}
@@ -153,6 +154,15 @@ def test_every_training_is_a_published_one() -> None:
             if audit.get("utility"):
                 named = [tree["paper"] for tree in trainings().values()]
                 assert audit["utility"]["paper"] in named, recipe  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_a_training_has_all_the_images_that_it_states(name: str) -> None:
+    """A plan takes fewer where the private part of the recipe's data is smaller."""
+    for audit, spec in at_paper_scale(name).specs.items():
+        if training := spec.utility:
+            plan = training.plan(spec.local_training, spec.batch_size, _facts(str(spec.data), "paper").private, spec.seed)
+            assert (plan.clients, plan.images_per_client) == (training.clients, training.images), audit
 
 
 @pytest.mark.parametrize("text", ATTACKS)
