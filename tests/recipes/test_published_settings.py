@@ -46,7 +46,9 @@ TRAININGS: dict[str, dict[str, object]] = {
         "schedule": "exponential:gamma=0.99,restart=30,drop=0.1",
     },
     "dcs2 celeba": {**FLOWER, "images": 500, "rounds": 100, "lr": 0.001, "schedule": "exponential:gamma=0.99"},
-    "dcs2 tinyimagenet": {**FLOWER, "model": "resnet18", "images": 2000, "rounds": 50, "lr": 0.01, "schedule": "constant"},
+    "dcs2 tinyimagenet": {
+        **FLOWER, "model": "resnet18:stem=imagenet", "images": 2000, "rounds": 50, "lr": 0.01, "schedule": "constant",
+    },
     "dcs2 stress": {**FLOWER, "model": "cnn", "images": 200},  # ours
     # LODA [C]: ResNet18, SGD 0.05, batch 128, 200 epochs, ×0.1 at 100 and 150
     "loda cifar10": {
@@ -87,6 +89,24 @@ TRAININGS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
+# What is trained on. The pixels are those of the attacked network, the private part holds what the clients share.
+TRAINED_ON = {
+    "dcs2 mnist": {"mnist"},
+    "dcs2 stress": {"mnist"},
+    "dcs2 cifar10": {"cifar10:private=20000"},
+    "dcs2 celeba": {"celeba", "celeba:public=cifar10"},  # Table 6: start points of CIFAR-10
+    "dcs2 tinyimagenet": {"tinyimagenet:size=224"},  # [P] Datasets and Models
+    "loda cifar10": {"cifar10:private=49500,public=cifar100"},  # [C], starts and extractor [P] 5.1
+    "loda svhn": {"svhn:private=50000"},
+    "refiner mnist": {"mnist:private=50000"},
+    "refiner cifar10": {"cifar10:private=50000"},
+    **{f"ats cifar100 {net}": {"cifar100:private=50000"} for net in ("resnet20", "convnet")},
+    **{f"ats fashion {net}": {"fashion-mnist:private=60000,pad=2"} for net in ("resnet20", "convnet")},  # 32 of 36 pixels
+    **{f"precode cifar {net}": {"cifar10:private=50000"} for net in ("smlp", "dmlp", "lenet")},
+    **{f"precode cifar100 {net}": {"cifar100:private=50000"} for net in ("dmlp", "lenet")},
+    **{f"precode mednist {net}": {"mednist:private=47163"} for net in ("dmlp", "lenet")},
+}
+
 # Iterations, weight of total variation, rate, signed, boxed, and whether PRECODE's noise is drawn anew.
 ATTACKS = {
     "ig:paper=loda": (5_000, 1e-4, 0.1, True, True, False),  # LODA [P] 5.1 (TV), [C]
@@ -120,7 +140,7 @@ VICTIMS = {
     ("dcs2", "mnist"): ({"lenet"}, {(64, 1)}),  # [C] n_data 64, batch 1
     ("dcs2", "cifar10"): ({"convnet:width=32"}, {(64, 1)}),
     ("dcs2", "celeba"): ({"convnet:width=32"}, {(64, 1)}),
-    ("dcs2", "tinyimagenet"): ({"resnet18"}, {(64, 1)}),
+    ("dcs2", "tinyimagenet"): ({"resnet18:stem=imagenet"}, {(64, 1)}),
     ("refiner", "mnist"): ({"lenet"}, {(50, 1)}),  # the paper states neither the network nor how many images
     ("refiner", "cifar10"): ({"convnet:width=64"}, {(50, 1)}),
     ("ats", "cifar100"): ({"resnet20-4", "convnet:width=64"}, {(100, 1)}),  # [P] 5.1: validation images, batch 1
@@ -163,6 +183,9 @@ def test_a_training_has_all_the_images_that_it_states(name: str) -> None:
         if training := spec.utility:
             plan = training.plan(spec.local_training, spec.batch_size, _facts(str(spec.data), "paper").private, spec.seed)
             assert (plan.clients, plan.images_per_client) == (training.clients, training.images), audit
+            stated = load(name).audits[audit]["utility"]
+            kinds = [kind for kind, tree in trainings().items() if tree["paper"] == stated["paper"]]  # type: ignore[index, call-overload]
+            assert any(str(spec.data) in TRAINED_ON[kind] for kind in kinds), audit
 
 
 @pytest.mark.parametrize("text", ATTACKS)
