@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from gradveil.auditing.progress import LogLines
 from gradveil.auditing.run import Stopped
+from gradveil.core.types import Batch
+from gradveil.data import load as load_data
 from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
 from gradveil.recipes.recipe import load
@@ -133,3 +136,36 @@ def test_a_partial_correlation_takes_out_what_a_third_number_explains() -> None:
     assert abs(np.corrcoef(apart, contrast)[0, 1]) < 1e-9 and np.corrcoef(apart, attack)[0, 1] > 0.99
     alike = measures._without((5 * contrast + score).tolist(), contrast.tolist())
     assert np.corrcoef(alike, score)[0, 1] > 0.99 > 0.5 > abs(np.corrcoef(5 * contrast + score, score)[0, 1])
+
+
+def test_networks_are_trained_on_obscured_images_as_the_public_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LODA: batches of 128, a tenth of the rate after half and after three quarters, cropped and flipped at every step."""
+    data, rates, seen = load_data("mnist-5k:private=300", seed=0), [], []
+    step, forward = torch.optim.SGD.step, torch.nn.Flatten.forward
+
+    def stepped(optimizer: Any, *rest: Any) -> Any:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *rest)
+
+    def flattened(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.detach())
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", stepped)
+    monkeypatch.setattr(torch.nn.Flatten, "forward", flattened)
+    one = Batch(data.private.x[:1].repeat(300, 1, 1, 1), data.private.hard_labels[:1].repeat(300))
+
+    def different(epochs: int, *, published: bool) -> list[int]:
+        """How many different images the network sees in each of its mini-batches; test batches are of 250."""
+        rates.clear()
+        seen.clear()
+        measures.accuracy("smlp", one, data, epochs, 0, published=published)
+        return [len(x.flatten(1).unique(dim=0)) for x in seen if 2 < len(x) < 128]
+
+    crops = different(4, published=True)  # of one image 81, each also mirrored
+    assert rates == pytest.approx([0.05] * 6 + [0.005] * 3 + [0.0005] * 3) and len(crops) >= 12 and min(crops[:12]) > 50
+    assert different(1, published=False)[:6] == [1] * 6 and len(set(rates)) == 6
+    for number in (5, 6, 7):
+        (trained,) = load(f"loda/table{number}").at("paper").measures.values()
+        assert isinstance(trained, measures.ObscuredAccuracy) and trained.kind == "published_accuracy"
+        assert (trained.images, trained.epochs) == (49_500, 200)
