@@ -13,6 +13,7 @@ import torch
 
 from gradveil import attacks, defenses
 from gradveil.attacks.base import Workload
+from gradveil.attacks.counters.loda import LodaStationarity
 from gradveil.attacks.matching.engine import MatchingAttack
 from gradveil.attacks.matching.optimizers import Adam
 from gradveil.attacks.matching.priors import TV
@@ -130,6 +131,7 @@ OTHERS = {
     "mixup-decode", "instahide-decode", "prune-mask",  # LODA [P] 3.2, [C]; mixing known, by closed forms
     *(f"loda-stationarity:edges=ignore,steps={n},prior=none" for n in (50, 100, 200, 400)),  # LODA [P] 5.1, by L-BFGS
     *(f"loda-stationarity:edges=ignore,steps=100,weight={w},prior=none" for w in ("0", "0.05", "0.25", "0.5", "1")),
+    "loda-stationarity:edges=ignore,steps=100,weight=0.03333,prior=none",  # c 1, of LODA2's 30
     *(f"ig:paper=loda,tv={tv}" for tv in ("1e-5", "1e-4", "1e-3", "1e-2", "0.1")),  # LODA [P] 5.1, the grid
 }  # fmt: skip
 
@@ -213,6 +215,19 @@ def test_attacks_networks_and_victims_are_the_published_ones(name: str) -> None:
         assert spec.model in models and (spec.victims, spec.batch_size) in batches
         assert spec.mode == "eval"  # inversefed and all that follow it
         assert spec.held_out is (paper == "ats") and spec.local_training.kind == "gradient"
+
+
+def test_the_adaptive_attack_on_loda_takes_the_published_weight() -> None:
+    """LODA [P] 5.1: c 1, whatever c the defense has; the attack's weight is a share of it. The grid has 0, 1, 5, 10, 20."""
+    weights: dict[str, set[float]] = {}
+    for name in all_names():
+        for cell in at_paper_scale(name).wanted():
+            attack = attacks.parse(cell.attack) if cell.attack else None
+            if isinstance(attack, LodaStationarity):
+                (part,) = [part for part in defenses.parse(cell.defense).parts if isinstance(part, Loda)]
+                weights.setdefault(name, set()).add(round(attack.weight * part.c, 3))
+    assert weights.pop("loda/grids") == {0, 1, 5, 10, 20}
+    assert weights == {key: {1} for key in ("loda/table2", "loda/table4", "loda/figure2")}
 
 
 def test_attacked_networks_are_trained_as_published() -> None:
