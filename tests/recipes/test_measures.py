@@ -20,6 +20,7 @@ from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe
+from gradveil.recipes.searches import PolicySearch
 
 RECIPE = """
 title: The likeness of gradients under two policies
@@ -65,7 +66,7 @@ def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() ->
     lines = {line.text: line for line in make_plan(load("ats/figure2").at("paper"), timed=False)}
     counts = [line.iterations for line in lines.values()]
     learnt = 50 * round(0.1 * 50_000)  # epochs, a share of all training images of CIFAR-100
-    assert counts == [learnt, 100 * 100 * 21, 100 * 100 * 2500]
+    assert counts == 3 * [learnt, 100 * 100 * 21, 100 * 100 * 2500]  # three trainings
     assert all("resnet20-4 on cifar100:private=50000" in text for text in lines)
 
 
@@ -118,13 +119,26 @@ source: nothing.
 
 
 def test_a_search_is_run_and_its_policies_stand_beside_random_and_published_ones(
-    written: Callable[[str], str], tmp_path: Path
+    written: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load(written(SEARCH))
+    recipe, controls, real = load(written(SEARCH)), [], measures.HalfTrained.observe
+
+    def observe(model: Any, policy: Any) -> Any:
+        fed, observations = real(model, policy)
+        controls.extend([] if policy else zip(model.victims.x, fed.x, strict=True))
+        return fed, observations
+
+    monkeypatch.setattr(measures.HalfTrained, "observe", observe)
     rows = run_recipe(recipe, "cpu", tmp_path / "out").rows
     assert all(row["PSNR"][2] == 2 for row in rows.values())  # per victim, whatever the number of policies
     assert rows["random"]["score"][2] == 2 and rows["published"]["score"][2] == 1
     assert rows["searched"]["score"][0] <= rows["random"]["score"][0]
+    assert len(controls) == 2
+    for image, fed in controls:  # no policy is crop and flip alone, which every policy has too
+        padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+        crops = [padded[:, i : i + 28, j : j + 28] for i in range(9) for j in range(9)]
+        assert not torch.equal(fed, image)
+        assert any(torch.allclose(fed, one, atol=1e-3) for crop in crops for one in (crop, crop.flip(2)))
     lines = {line.text: line.iterations for line in make_plan(recipe.at("cpu"), timed=False)}
     assert [count for text, count in lines.items() if text.endswith("attacks")] == [6 * 2 * 2]
 
@@ -169,3 +183,34 @@ def test_networks_are_trained_on_obscured_images_as_the_public_code_does(monkeyp
         (trained,) = load(f"loda/table{number}").at("paper").measures.values()
         assert isinstance(trained, measures.ObscuredAccuracy) and trained.kind == "published_accuracy"
         assert (trained.images, trained.epochs) == (49_500, 200)
+
+
+def test_measurements_of_ats_have_the_published_sizes_at_paper_scale() -> None:
+    """[P] 4.2: 100 policies, 2,500 iterations; 4.4: a tenth of the training images, 50 epochs; 5.1: 1,500 candidates on 100
+    images, ten rounds for the accuracy score; a hundred images are attacked."""
+    names = ("figure1", "figure2", "figure5", "figure6", "search")
+    measured = {name: load(f"ats/{name}").at("paper").measures for name in names}
+    for name, of in measured.items():
+        for measure in of.values():
+            assert isinstance(measure, measures.AtsMeasurement)
+            assert (measure.model, measure.epochs, measure.share) == ("resnet20-4", 50, 0.1)
+            assert measure.images == 100 or name == "figure6"  # without scores
+            assert measure.victims == 100 or name in ("figure1", "figure5")  # without attacks
+            assert plan._facts(measure.data, "paper").private == 50_000
+    search = measured["search"]["search"]
+    assert isinstance(search, PolicySearch)
+    assert (search.candidates, search.rounds, search.attack) == (1500, 10, "ig:paper=ats")
+    for one in measured["figure2"].values():
+        assert isinstance(one, measures.ScoreCorrelation) and (one.policies, one.attack) == (100, "ig:paper=ats,steps=2500")
+
+
+def test_the_correlation_of_ats_is_of_three_trainings_and_its_partial_form_is_shown() -> None:
+    """With two victims per policy and one training it told nothing."""
+    recipe = load("ats/figure2")
+    trained = recipe.at("cpu").measures
+    assert {measure.seed for measure in trained.values()} == {100, 101, 102}
+    for measure in trained.values():
+        assert isinstance(measure, measures.ScoreCorrelation) and measure.victims >= 8 and measure.policies == 100
+    shown = {cell.measure for (row, _), cell in recipe.at("cpu").cells.items() if row.startswith("partial")}
+    assert shown == set(trained)
+    assert "was fixed before this run" in " ".join(recipe.comment.split())

@@ -91,12 +91,14 @@ class AtsMeasurement(Measurement):
 class HalfTrained:
     """A half-trained model, images to score policies on, and victims to attack."""
 
-    def __init__(self, settings: AtsMeasurement, bench: Bench):
-        self.seed, self.data = settings.seed, load(settings.data, seed=settings.seed)
+    def __init__(self, settings: AtsMeasurement, bench: Bench, *, control: str = "none", rounds: int = Search().rounds):
+        """`control`: the defense in place of a policy; `rounds`: draws per accuracy score."""
+        self.seed, self.data, self.control = settings.seed, load(settings.data, seed=settings.seed), control
         data, count = self.data, settings.images
         module = build(settings.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=self.seed)
         self.task = data.task(ModelFunction(module))
-        search = Search(images=count, epochs=max(settings.epochs, 1), share=settings.share, seed=self.seed)
+        epochs = max(settings.epochs, 1)
+        search = Search(images=count, epochs=epochs, share=settings.share, rounds=rounds, seed=self.seed)
         untrained = self.state = self.task.model.state()
         if settings.epochs:
             self.state = half_trained(self.task, data.private, search, bench.cache, bench.progress)
@@ -108,7 +110,7 @@ class HalfTrained:
 
     def observe(self, policy: Policy) -> tuple[Batch, list[Observation]]:
         """The victims as they were fed under a policy, and what a server sees of each."""
-        defense = defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else "none")
+        defense = defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else self.control)
         setup = Setup(self.task, self.state, self.data.private, seed=self.seed)
         client = prepare_client(defense, LocalTraining(), setup)
         rounds = [client.round(self.state, self.victims[i : i + 1], i) for i in range(len(self.victims))]
