@@ -54,6 +54,35 @@ def cells(name: str, scale: Scale) -> Iterator[TableCell]:
     return (cell for cell in scaled(name, scale).wanted() if not cell.measure)
 
 
+# -- accuracies --------------------------------------------------------------------------------------------------------
+
+
+def claimed(name: str, scale: Scale, figures: tuple[str, ...]) -> list[TableCell]:
+    """The cells of such figures that claims of a recipe name."""
+    recipe, table = load(name), scaled(name, scale).cells
+    positions = {p for claim in recipe.claims for p in claim.positions(recipe.rows, recipe.columns)}
+    return [table[p] for p in positions if not table[p].measure and table[p].figure in figures]
+
+
+@EVERY
+@BOTH
+def test_an_accuracy_with_few_defended_clients_stands_beside_that_without_them(name: str, scale: Scale) -> None:
+    """Leaving the one defended client out may cost nothing; then its accuracy says nothing of the defense."""
+    absent = {cell.audit for cell in cells(name, scale) if cell.figure == "acc_absent"}
+    for cell in claimed(name, scale, TRAINING_METRICS):
+        training = scaled(name, scale).specs[cell.audit].utility
+        assert training is None or training.defended == "all" or cell.audit in absent, cell.audit
+
+
+@EVERY
+def test_claimed_accuracies_of_digits_have_all_test_images(name: str) -> None:
+    """Of MNIST 10,000; a thousand leave an error of a point."""
+    audits = {cell.audit for scale in SCALES for cell in claimed(name, scale, TRAINING_METRICS)}
+    data = [str(scaled(name, scale).specs[audit].data) for scale in SCALES for audit in audits]
+    data += [m.data for scale in SCALES for m in scaled(name, scale).measures.values() if isinstance(m, ObscuredAccuracy)]
+    assert not [text for text in data if text.startswith("mnist-5k")]
+
+
 # -- baselines ---------------------------------------------------------------------------------------------------------
 
 
