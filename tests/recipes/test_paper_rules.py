@@ -83,6 +83,30 @@ def test_claimed_accuracies_of_digits_have_all_test_images(name: str) -> None:
     assert not [text for text in data if text.startswith("mnist-5k")]
 
 
+# -- attacks -----------------------------------------------------------------------------------------------------------
+
+LOW, HIGH = ("psnr", "ssim", "asr", "identified"), ("mse", "mse_normalised", "lpips", "lpips_vgg")  # where nothing leaks
+WITHOUT_CONTROL = {"ats/table3", "loda/figure2"}  # tables that have no undefended cell, as in the paper
+
+
+@pytest.mark.parametrize("name", [name for name in all_names() if name not in WITHOUT_CONTROL])
+def test_a_claim_that_nothing_leaks_is_asked_only_where_the_attack_works_undefended(name: str) -> None:
+    """An attack that fails without a defense bears out every defense."""
+    recipe, table = load(name), scaled(name, "paper").cells
+    for claim in recipe.claims:
+        bare = claim.model_copy(update={"only_if": None})
+        positions = bare.positions(recipe.rows, recipe.columns)
+        if claim.lowest or claim.highest:
+            positions = positions[:1]
+        of_claim = [table[p] for p in positions if not table[p].measure]
+        figures = LOW if claim.at_most or claim.lowest else HIGH if claim.at_least or claim.highest else ()
+        if not of_claim or any(cell.figure not in figures or cell.defense == "none" for cell in of_claim):
+            continue
+        assert claim.only_if is not None, claim.text
+        controls = [table[p] for p in claim.only_if.positions(recipe.rows, recipe.columns)]
+        assert all(cell.defense == "none" and cell.audit in {c.audit for c in of_claim} for cell in controls), claim.text
+
+
 # -- baselines ---------------------------------------------------------------------------------------------------------
 
 
