@@ -23,6 +23,7 @@ from gradveil.defenses.data.loda.defense import Loda
 from gradveil.defenses.gradient.dcs2 import DCS2
 from gradveil.defenses.update.place import AtOnePlace
 from gradveil.models import build
+from gradveil.recipes.claims import Value
 from gradveil.recipes.measures import ObscuredAccuracy
 from gradveil.recipes.plan import _facts
 from gradveil.recipes.recipe import ATTACK_METRICS, SCALES, TRAINING_METRICS, Scale, Scaled, TableCell, all_names, load
@@ -284,6 +285,35 @@ def test_precode_is_trained_and_attacked_by_adam_and_its_noise_drawn_anew(name: 
         assert spec.model in ("smlp", "dmlp", "lenet")
     if name == "precode/figure7":
         assert {spec.model for spec in scaled(name, scale).specs.values()} == {"dmlp", "lenet"}
+
+
+def test_precodes_pictures_are_judged_by_every_column_that_the_claims_name() -> None:
+    """Once a claim held that only PRECODE and noise of 1e-2 hide the images, in a table where that noise hid nothing."""
+    recipe = load("precode/figure5")
+    published = {"Baseline": 0.99, "NG-2": 0.03, "NG-3": 0.62, "GC": 0.42, "Ours": 0.01}  # [P] Table 2, DMLP
+
+    def verdicts(**changed: float) -> set[str]:
+        table = {("DMLP", column): Value(ssim) for column, ssim in {**published, **changed}.items()}
+        return {claim.judge(table, recipe.rows, recipe.columns).verdict for claim in recipe.claims}
+
+    assert verdicts() == {"holds"}
+    for column, ssim in (("NG-2", 0.8), ("NG-3", 0.1), ("GC", 0.1), ("Ours", 0.5)):
+        assert "does not hold" in verdicts(**{column: ssim}), column
+    assert verdicts(Baseline=0.3) == {"cannot be told"}
+
+
+def test_precodes_noise_is_shown_beside_the_gradient_that_it_is_added_to() -> None:
+    """On the untrained DMLP noise of 1e-2 is ten times as large as an entry of the gradient."""
+    shown = {column for (_, column), cell in scaled("precode/table2", "cpu").cells.items() if cell.figure == "noise_ratio"}
+    assert {"DMLP NG-2", "DMLP NG-3", "DMLP noise 1e-1", "LeNet NG-2", "LeNet noise 1e-1"} <= shown
+    function = ModelFunction(build("dmlp", input_shape=(3, 32, 32), num_classes=10, seed=100))
+    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))  # normalised pixels have this size
+    sizes = []
+    for i in range(len(x)):
+        gradient = function.gradient(function.state(), x[i : i + 1], torch.tensor([i]))
+        sizes.append(torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt())
+    assert float(torch.stack(sizes).mean()) == pytest.approx(1e-3, rel=0.15)  # CIFAR-10: 0.9e-3 to 1.0e-3
+    assert "root mean square of about 1e-3" in " ".join(load("precode/table2").comment.split())
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
