@@ -50,6 +50,7 @@ def count(module: nn.Module) -> int:
         ("densenet121", COLOUR, 10, 6_956_298),
         ("resnet34", COLOUR, 10, 21_282_122),
         ("resnet18", COLOUR, 10, 11_173_962),
+        ("resnet18:stem=imagenet", (3, 224, 224), 1000, 11_689_512),  # torchvision's
     ],
 )
 def test_parameters(spec: str, shape: tuple[int, int, int], classes: int, parameters: int) -> None:

@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from gradveil.auditing.progress import LogLines
 from gradveil.auditing.run import Stopped
+from gradveil.core.types import Batch
+from gradveil.data import load as load_data
 from gradveil.recipes import measures, plan
 from gradveil.recipes.plan import make_plan
 from gradveil.recipes.recipe import load
 from gradveil.recipes.run import run_recipe
+from gradveil.recipes.searches import PolicySearch
 
 RECIPE = """
 title: The likeness of gradients under two policies
@@ -61,9 +65,9 @@ def test_a_stopped_measure_goes_on_with_its_next_piece(
 def test_a_plan_counts_the_training_the_scores_and_the_attacks_of_a_measure() -> None:
     lines = {line.text: line for line in make_plan(load("ats/figure2").at("paper"), timed=False)}
     counts = [line.iterations for line in lines.values()]
-    learnt = 50 * round(0.1 * 0.6 * 50_000)  # epochs, a share of the private part of CIFAR-100
-    assert counts == [learnt, 100 * 100 * 21, 100 * 100 * 2500]
-    assert all("resnet20-4 on cifar100" in text for text in lines)
+    learnt = 50 * round(0.1 * 50_000)  # epochs, a share of all training images of CIFAR-100
+    assert counts == 3 * [learnt, 100 * 100 * 21, 100 * 100 * 2500]  # three trainings
+    assert all("resnet20-4 on cifar100:private=50000" in text for text in lines)
 
 
 def test_a_plan_counts_the_trainings_of_attacked_models() -> None:
@@ -115,13 +119,26 @@ source: nothing.
 
 
 def test_a_search_is_run_and_its_policies_stand_beside_random_and_published_ones(
-    written: Callable[[str], str], tmp_path: Path
+    written: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load(written(SEARCH))
+    recipe, controls, real = load(written(SEARCH)), [], measures.HalfTrained.observe
+
+    def observe(model: Any, policy: Any) -> Any:
+        fed, observations = real(model, policy)
+        controls.extend([] if policy else zip(model.victims.x, fed.x, strict=True))
+        return fed, observations
+
+    monkeypatch.setattr(measures.HalfTrained, "observe", observe)
     rows = run_recipe(recipe, "cpu", tmp_path / "out").rows
     assert all(row["PSNR"][2] == 2 for row in rows.values())  # per victim, whatever the number of policies
     assert rows["random"]["score"][2] == 2 and rows["published"]["score"][2] == 1
     assert rows["searched"]["score"][0] <= rows["random"]["score"][0]
+    assert len(controls) == 2
+    for image, fed in controls:  # no policy is crop and flip alone, which every policy has too
+        padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+        crops = [padded[:, i : i + 28, j : j + 28] for i in range(9) for j in range(9)]
+        assert not torch.equal(fed, image)
+        assert any(torch.allclose(fed, one, atol=1e-3) for crop in crops for one in (crop, crop.flip(2)))
     lines = {line.text: line.iterations for line in make_plan(recipe.at("cpu"), timed=False)}
     assert [count for text, count in lines.items() if text.endswith("attacks")] == [6 * 2 * 2]
 
@@ -133,3 +150,67 @@ def test_a_partial_correlation_takes_out_what_a_third_number_explains() -> None:
     assert abs(np.corrcoef(apart, contrast)[0, 1]) < 1e-9 and np.corrcoef(apart, attack)[0, 1] > 0.99
     alike = measures._without((5 * contrast + score).tolist(), contrast.tolist())
     assert np.corrcoef(alike, score)[0, 1] > 0.99 > 0.5 > abs(np.corrcoef(5 * contrast + score, score)[0, 1])
+
+
+def test_networks_are_trained_on_obscured_images_as_the_public_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LODA: batches of 128, a tenth of the rate after half and after three quarters, cropped and flipped at every step."""
+    data, rates, seen = load_data("mnist-5k:private=300", seed=0), [], []
+    step, forward = torch.optim.SGD.step, torch.nn.Flatten.forward
+
+    def stepped(optimizer: Any, *rest: Any) -> Any:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *rest)
+
+    def flattened(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.detach())
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", stepped)
+    monkeypatch.setattr(torch.nn.Flatten, "forward", flattened)
+    one = Batch(data.private.x[:1].repeat(300, 1, 1, 1), data.private.hard_labels[:1].repeat(300))
+
+    def different(epochs: int, *, published: bool) -> list[int]:
+        """How many different images the network sees in each of its mini-batches; test batches are of 250."""
+        rates.clear()
+        seen.clear()
+        measures.accuracy("smlp", one, data, epochs, 0, published=published)
+        return [len(x.flatten(1).unique(dim=0)) for x in seen if 2 < len(x) < 128]
+
+    crops = different(4, published=True)  # of one image 81, each also mirrored
+    assert rates == pytest.approx([0.05] * 6 + [0.005] * 3 + [0.0005] * 3) and len(crops) >= 12 and min(crops[:12]) > 50
+    assert different(1, published=False)[:6] == [1] * 6 and len(set(rates)) == 6
+    for number in (5, 6, 7):
+        (trained,) = load(f"loda/table{number}").at("paper").measures.values()
+        assert isinstance(trained, measures.ObscuredAccuracy) and trained.kind == "published_accuracy"
+        assert (trained.images, trained.epochs) == (49_500, 200)
+
+
+def test_measurements_of_ats_have_the_published_sizes_at_paper_scale() -> None:
+    """[P] 4.2: 100 policies, 2,500 iterations; 4.4: a tenth of the training images, 50 epochs; 5.1: 1,500 candidates on 100
+    images, ten rounds for the accuracy score; a hundred images are attacked."""
+    names = ("figure1", "figure2", "figure5", "figure6", "search")
+    measured = {name: load(f"ats/{name}").at("paper").measures for name in names}
+    for name, of in measured.items():
+        for measure in of.values():
+            assert isinstance(measure, measures.AtsMeasurement)
+            assert (measure.model, measure.epochs, measure.share) == ("resnet20-4", 50, 0.1)
+            assert measure.images == 100 or name == "figure6"  # without scores
+            assert measure.victims == 100 or name in ("figure1", "figure5")  # without attacks
+            assert plan._facts(measure.data, "paper").private == 50_000
+    search = measured["search"]["search"]
+    assert isinstance(search, PolicySearch)
+    assert (search.candidates, search.rounds, search.attack) == (1500, 10, "ig:paper=ats")
+    for one in measured["figure2"].values():
+        assert isinstance(one, measures.ScoreCorrelation) and (one.policies, one.attack) == (100, "ig:paper=ats,steps=2500")
+
+
+def test_the_correlation_of_ats_is_of_three_trainings_and_its_partial_form_is_shown() -> None:
+    """With two victims per policy and one training it told nothing."""
+    recipe = load("ats/figure2")
+    trained = recipe.at("cpu").measures
+    assert {measure.seed for measure in trained.values()} == {100, 101, 102}
+    for measure in trained.values():
+        assert isinstance(measure, measures.ScoreCorrelation) and measure.victims >= 8 and measure.policies == 100
+    shown = {cell.measure for (row, _), cell in recipe.at("cpu").cells.items() if row.startswith("partial")}
+    assert shown == set(trained)
+    assert "was fixed before this run" in " ".join(recipe.comment.split())

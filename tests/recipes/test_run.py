@@ -180,6 +180,14 @@ def test_accuracies_are_of_paired_seeds_and_scores_of_paired_victims(tmp_path: P
     case = Case(audit)
     folder = SharedFolder(tmp_path / "out" / "cases" / case.id)
     stored = RecipeAudit(case, folder)
+    attacked = Case(scaled.specs["a"])
+    other = RecipeAudit(attacked, SharedFolder(tmp_path / "out" / "cases" / attacked.id))
+    for (row, column), one in scaled.cells.items():
+        number = (stored if one.audit == "trained" else other).value(one)
+        assert not isinstance(number, str) and len(number.each) == number.n == (2 if one.audit == "trained" else 3), (
+            row,
+            column,
+        )
     cell = scaled.cells["none", "accuracy"]
     curves = folder.outcome(stored.key_of(cell)).history
     expected = [sum(curves[name][-3:]) / 3 for name in ("acc_test", "acc_test@1")]  # the last three rounds

@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016) in their CIFAR form: a 3×3 stem without pooling, 1×1 convolutions as shortcuts."""
+"""Residual networks (He et al. 2016), with 1×1 convolutions as shortcuts: in their CIFAR form, or with ImageNet's stem."""
 
 from typing import ClassVar, Literal
 
@@ -10,6 +10,7 @@ from gradveil.core.types import Shape
 from gradveil.models.base import MODELS, Network, classifier_on, kaiming_
 
 Norm = Literal["batch", "group"]
+Stem = Literal["cifar", "imagenet"]
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
@@ -48,19 +49,24 @@ class ResNet18(Network):
     Args:
         width: channels of the first stage.
         norm: batch, or group (Hsieh et al. 2020, for clients whose data differ).
+        stem: cifar, a 3×3 convolution; imagenet, 7×7 with stride 2 and pooling, as in torchvision, for images of 224 pixels.
     Example: gradveil audit --model resnet18:width=8,norm=group
     """
 
     blocks: ClassVar[tuple[int, ...]] = (2, 2, 2, 2)
     width: int = Field(default=64, ge=1)
     norm: Norm = "batch"
+    stem: Stem = "cifar"
 
     def build(self, input_shape: Shape, num_classes: int) -> nn.Module:
+        side, stride = (3, 1) if self.stem == "cifar" else (7, 2)
         layers: dict[str, nn.Module] = {
-            "conv1": nn.Conv2d(input_shape[0], self.width, 3, padding=1, bias=False),
+            "conv1": nn.Conv2d(input_shape[0], self.width, side, stride=stride, padding=side // 2, bias=False),
             "bn1": _norm(self.norm, self.width),
             "relu": nn.ReLU(),
         }
+        if self.stem == "imagenet":
+            layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
         before = self.width
         for stage, count in enumerate(self.blocks):
             after = self.width * 2**stage
@@ -82,6 +88,7 @@ class ResNet34(ResNet18):
     Args:
         width: channels of the first stage.
         norm: batch, or group.
+        stem: cifar or imagenet.
     Example: gradveil audit --model resnet34:width=8
     """
 
@@ -96,6 +103,7 @@ class ResNet20(ResNet18):
     Args:
         width: channels of the first stage. He et al.: 16.
         norm: batch, or group.
+        stem: cifar or imagenet.
     Example: gradveil audit --model resnet20:width=8
     """
 
@@ -111,6 +119,7 @@ class ResNet20x4(ResNet20):
     Args:
         width: channels of the first stage.
         norm: batch, or group.
+        stem: cifar or imagenet.
     Example: gradveil audit --model resnet20-4:width=8
     """
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from gradveil import attacks, defenses
 from gradveil.client import prepare_client
@@ -20,11 +21,11 @@ from gradveil.core.errors import UserError
 from gradveil.core.gradients import ModelFunction
 from gradveil.core.local_training import LocalTraining
 from gradveil.core.observation import Observation, Sighting, observe
-from gradveil.core.randomness import generator
+from gradveil.core.randomness import Stream, generator
 from gradveil.core.types import Batch, Tensors
 from gradveil.data import DataSet, load
 from gradveil.defenses.base import Setup
-from gradveil.defenses.data.ats.defense import Policy, parse_policies, write_policy
+from gradveil.defenses.data.ats.defense import Draw, Policy, parse_policies, transform, write_policy
 from gradveil.defenses.data.ats.search import NO_POLICY, Scorer, Search, candidates, half_trained
 from gradveil.defenses.data.loda.defense import Loda
 from gradveil.metrics import lpips, psnr, ssim
@@ -37,7 +38,8 @@ WorkKind = Literal["training", "obscuring", "gradients", "attacks", "crafting"]
 
 FUNCTIONS = 50  # in the library of ATS
 POLICIES_AT_ONCE = 20  # their victims are attacked together
-LR, MOMENTUM, DECAY, TRAIN_BATCH = 0.05, 0.9, 5e-4, 50  # LODA's retraining, with a smaller batch for fewer images
+LR, MOMENTUM, DECAY = 0.05, 0.9, 5e-4  # of LODA's retraining
+TRAIN_BATCH, PUBLISHED_BATCH, PADDED = 50, 128, 4  # a smaller batch for fewer images
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,14 @@ class AtsMeasurement(Measurement):
 class HalfTrained:
     """A half-trained model, images to score policies on, and victims to attack."""
 
-    def __init__(self, settings: AtsMeasurement, bench: Bench):
-        self.seed, self.data = settings.seed, load(settings.data, seed=settings.seed)
+    def __init__(self, settings: AtsMeasurement, bench: Bench, *, control: str = "none", rounds: int = Search().rounds):
+        """`control`: the defense in place of a policy; `rounds`: draws per accuracy score."""
+        self.seed, self.data, self.control = settings.seed, load(settings.data, seed=settings.seed), control
         data, count = self.data, settings.images
         module = build(settings.model, input_shape=data.input_shape, num_classes=data.num_classes, seed=self.seed)
         self.task = data.task(ModelFunction(module))
-        search = Search(images=count, epochs=max(settings.epochs, 1), share=settings.share, seed=self.seed)
+        epochs = max(settings.epochs, 1)
+        search = Search(images=count, epochs=epochs, share=settings.share, rounds=rounds, seed=self.seed)
         untrained = self.state = self.task.model.state()
         if settings.epochs:
             self.state = half_trained(self.task, data.private, search, bench.cache, bench.progress)
@@ -106,7 +110,7 @@ class HalfTrained:
 
     def observe(self, policy: Policy) -> tuple[Batch, list[Observation]]:
         """The victims as they were fed under a policy, and what a server sees of each."""
-        defense = defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else "none")
+        defense = defenses.parse(f"ats:policy={write_policy((policy,))}" if policy else self.control)
         setup = Setup(self.task, self.state, self.data.private, seed=self.seed)
         client = prepare_client(defense, LocalTraining(), setup)
         rounds = [client.round(self.state, self.victims[i : i + 1], i) for i in range(len(self.victims))]
@@ -272,9 +276,13 @@ class LayerSimilarity(AtsMeasurement):
 
 
 class ObscuredAccuracy(Measurement):
-    """LODA Tables 5 to 7: test accuracy on clean images of networks that were trained on obscured ones."""
+    """LODA Tables 5 to 7: test accuracy on clean images of networks that were trained on obscured ones.
 
-    kind: Literal["obscured_accuracy"]
+    `published_accuracy` has the batch, the learning rates, the crop and the flip of the public code; the other kind suits
+    few images.
+    """
+
+    kind: Literal["obscured_accuracy", "published_accuracy"]
     trained_on: dict[str, str]  # defenses by label
     models: dict[str, str]
     images: int
@@ -291,8 +299,9 @@ class ObscuredAccuracy(Measurement):
 
         def measure(piece: tuple[str, str]) -> list[float]:
             defense, model = piece
-            train, seeds = Batch(obscured(defense), private.hard_labels), range(self.seed, self.seed + self.seeds)
-            return [accuracy(model, train, data, self.epochs, seed) for seed in seeds]
+            train, published = Batch(obscured(defense), private.hard_labels), self.kind == "published_accuracy"
+            seeds = range(self.seed, self.seed + self.seeds)
+            return [accuracy(model, train, data, self.epochs, seed, published=published) for seed in seeds]
 
         labels = [(label, name) for label in self.trained_on for name in self.models]
         pieces = {f"{label} {name}": (self.trained_on[label], self.models[name]) for label, name in labels}
@@ -320,24 +329,39 @@ def _obscured(bench: Bench, text: str, private: Batch, data: DataSet, seed: int)
     return (obscured * 255).round() / 255
 
 
-def accuracy(model: str, train: Batch, data: DataSet, epochs: int, seed: int) -> float:
-    """The accuracy of a new network on the clean test part, after SGD with momentum and a one-cycle learning rate."""
+def accuracy(model: str, train: Batch, data: DataSet, epochs: int, seed: int, *, published: bool = False) -> float:
+    """The accuracy of a new network on the clean test part, after SGD with momentum.
+
+    The learning rate has one cycle; that of the public code falls to a tenth after half and after three quarters.
+    """
     module = build(model, input_shape=data.input_shape, num_classes=data.num_classes, seed=seed)
     task, rng = data.task(ModelFunction(module)), generator(seed, "training")
-    batches = max(1, len(train) // TRAIN_BATCH)
+    batches = -(-len(train) // PUBLISHED_BATCH) if published else max(1, len(train) // TRAIN_BATCH)
+    steps = epochs * batches
     optimizer = torch.optim.SGD(module.parameters(), LR, momentum=MOMENTUM, weight_decay=DECAY)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=epochs * batches)
+    schedule = _published(optimizer, steps) if published else OneCycleLR(optimizer, LR, total_steps=steps)
     module.train()
     for _ in range(epochs):
         for rows in torch.randperm(len(train), generator=rng).chunk(batches):
             optimizer.zero_grad()
-            F.cross_entropy(module(task.normalize(train.x[rows])), train.y[rows]).backward()
+            x = _cropped_and_flipped(train.x[rows], rng) if published else train.x[rows]
+            F.cross_entropy(module(task.normalize(x)), train.y[rows]).backward()
             optimizer.step()
             schedule.step()
     module.eval()
     with torch.no_grad():
         classes = torch.cat([module(task.normalize(x)).argmax(dim=1) for x in data.test.x.split(250)])
     return float((classes == data.test.hard_labels).float().mean())
+
+
+def _published(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """Of 200 epochs at the 100th and the 150th."""
+    return MultiStepLR(optimizer, [steps // 2, steps * 3 // 4])
+
+
+def _cropped_and_flipped(images: Tensor, rng: Stream) -> Tensor:
+    nothing = (NO_POLICY,)
+    return transform(images, nothing, Draw.make(len(images), nothing, PADDED, True, rng), PADDED)
 
 
 # -- Refiner: what a pixel distance says of privacy --------------------------------------------------------------------

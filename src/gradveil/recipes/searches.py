@@ -39,9 +39,11 @@ class PolicySearch(AtsMeasurement):
     random: int  # policies of the random kind
     published: str
     attack: str
+    rounds: int = 4  # draws per accuracy score
 
     def take(self, bench: Bench) -> Values:
-        model = HalfTrained(self, bench)
+        # Every policy crops and flips first, so the control does, too.
+        model = HalfTrained(self, bench, control="ats:policy=none", rounds=self.rounds)
         search = Search(candidates=self.candidates, images=self.images, seed=self.seed)
         wanted = candidates(search)
         scored = bench.each({f"score of {write_policy((p,))}": p for p in wanted}, lambda p: model.scorer(p).plain())
