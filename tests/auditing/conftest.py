@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil.data import DataSet
 
-SECONDS = {"seconds", "seconds_per_round", "overhead"}
+SECONDS = {"seconds", "seconds_per_round", "cpu_seconds_per_round", "overhead"}
 
 
 @pytest.fixture(scope="session")

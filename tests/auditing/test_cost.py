@@ -360,6 +360,10 @@ def test_a_round_that_other_work_slowed_down_does_not_count_as_cost(data: DataSe
     defended = stored((0.9, 0.9, 0.9), seconds_per_round=(2.0, 90.0, 2.0))
     row = utility_row(case, defended, clean)
     assert row is not None and row.overhead == 2.0 and row.seconds_per_round == 2.0
+    clean = stored((0.9, 0.9, 0.9), seconds_per_round=(1.0, 1.0, 1.0), cpu_seconds_per_round=(1.0, 1.0, 1.0))
+    defended = stored((0.9, 0.9, 0.9), seconds_per_round=(9.0, 9.0, 9.0), cpu_seconds_per_round=(3.0, 3.0, 3.0))
+    row = utility_row(case, defended, clean)
+    assert row is not None and row.overhead == 3.0 and row.seconds_per_round == 9.0
 
 
 # -- without the defended clients ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ pytest.importorskip("ray", reason="the flower engine needs ray")
 from gradveil.federation import flower_engine
 
 SMALL = {"clients": 3, "images_per_client": 12, "batch_size": 4}
-TIMES = ("seconds", "seconds_per_round", "seconds_prepare")
+TIMES = ("seconds", "seconds_per_round", "cpu_seconds_per_round", "seconds_prepare")
 
 
 @pytest.fixture(autouse=True)

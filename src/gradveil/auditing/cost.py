@@ -29,7 +29,7 @@ from gradveil.summary import UtilityRow
 
 VALIDATED = "acc_validation"  # with the factor on the learning rate behind it
 BEYOND, MOST_BEYOND = 4, 3  # factor between learning rates beyond the grid, and how many of them are tried
-CURVES = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round")
+CURVES = ("acc_test", "acc_train", "acc_sensitive", "seconds_per_round", "cpu_seconds_per_round")
 
 
 @settings
@@ -203,7 +203,7 @@ def utility_row(case: Case, trained: StoredCell | None, clean: StoredCell | None
         std=loss.std if loss else None,
         low=loss.low if loss else None,
         high=loss.high if loss else None,
-        overhead=_ratio(_round_seconds(trained), _round_seconds(clean)),
+        overhead=_overhead(trained, clean),
         acc_absent=_mean(_accuracies(clean, "acc_absent")),
         model=training.model or case.names["model"],
         audited_model=training.model is None,
@@ -247,9 +247,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(measured) / len(measured) if measured else None
 
 
-def _round_seconds(trained: StoredCell | None) -> float | None:
+def _overhead(trained: StoredCell, clean: StoredCell | None) -> float | None:
+    """By the time on the processor, which other work does not lengthen, where both trainings measured it."""
+    by_processor = _ratio(*(_round_seconds(cell, "cpu_seconds_per_round") for cell in (trained, clean)))
+    return by_processor or _ratio(_round_seconds(trained), _round_seconds(clean))
+
+
+def _round_seconds(trained: StoredCell | None, curve: str = "seconds_per_round") -> float | None:
     """Of the median round: other work on the machine makes single rounds take many times as long."""
-    curves = by_seed(trained, "seconds_per_round") if trained else []
+    curves = by_seed(trained, curve) if trained else []
     rounds = [seconds for curve in curves for seconds in curve if seconds is not None]
     return float(np.median(rounds)) if rounds else None
 

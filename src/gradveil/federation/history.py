@@ -30,6 +30,7 @@ class History:
     acc_sensitive: list[float | None] = field(default_factory=list)  # on the original images of defended clients
     loss: list[float | None] = field(default_factory=list)  # mean cross entropy on the images of all clients
     seconds_per_round: list[float] = field(default_factory=list)  # clients and aggregation, without evaluation
+    cpu_seconds_per_round: list[float] = field(default_factory=list)  # of this process, which other work does not lengthen
     bytes_sent: list[int] = field(default_factory=list)  # all clients together, dense, 4 bytes per entry
     nonzero_sent: list[int] = field(default_factory=list)  # how many of those entries are not zero
     gradient_cosine: list[float | None] = field(default_factory=list)  # of the first defended client

@@ -191,16 +191,17 @@ def run(
     plan, begin = federation.plan, history.rounds
     for done in Loop(plan.rounds - begin, shared=True):
         round = begin + done
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         replies = engine(server.state, round, plan.chosen(round))
         history.events += server.aggregate(round, replies)
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         arrived = [r for r in replies if isinstance(r, Reply)]
         sent = [t for reply in arrived for t in reply.sent().values()]
         unmeasured = dict.fromkeys(("acc_test", "acc_train", "acc_sensitive", "loss"))
         history.add(
             **(federation.measure(server.state, round) if plan.evaluated(round) else unmeasured),
             seconds_per_round=seconds,
+            cpu_seconds_per_round=cpu_seconds,
             bytes_sent=sum(4 * t.numel() for t in sent),
             nonzero_sent=sum(int(t.count_nonzero()) for t in sent),
             gradient_cosine=next((r.cosine for r in arrived if r.cosine is not None), None),
