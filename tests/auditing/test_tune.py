@@ -286,6 +286,14 @@ def test_a_promise_for_poisson_batches_is_counted_as_such(tmp_path: Path, monkey
     assert "different numbers of images" in left_out.text
 
 
+def test_a_cost_that_cannot_be_measured_is_refused_before_the_search(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 1))
+    continuous = {"data": (two_classes()[0], torch.rand(300, 1)), "model": model, "loss": "regression"}
+    with pytest.raises(UserError, match="targets of this data are no classes"):
+        run_tune(spec(**continuous), Execution(out=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("fails", "late"), [(True, False), (False, True)])
 def test_what_was_not_audited_again_is_told_as_such_in_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, late: bool

@@ -80,6 +80,7 @@ class _Tune:
         self.minutes, self.deadline = execution.minutes, None
         if execution.minutes is not None:
             self.deadline = time.monotonic() + 60 * execution.minutes
+        Case(spec.audit(utility=spec.utility))  # refuses before the search what could not be trained after it
         self.case = Case(spec.audit())
         self.execution = replace(execution, minutes=None, out=execution.out or default_folder(self.case))
         self.left_out: list[FamilyOutcome] = []  # for lack of time; with a risk, defenses that cannot promise it
