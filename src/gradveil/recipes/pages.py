@@ -39,9 +39,11 @@ scaled down and what may explain a difference stands with each table.
 | question | page |
 |---|---|
 | Which defense survives which attack? | [standard-v2](suite.md), [on four networks](nets.md), [standard-v1](suite_v1.md) |
-| Can images of a batch be told apart? After local epochs? | [batches](batches.md), [local epochs](local_epochs.md) |
+| Can images of a batch be told apart? | [batches](batches.md), [on networks with norms](norms.md) |
+| Can they after local epochs? | [local epochs](local_epochs.md) |
 | Can somebody tell whether an image was used? | [line-up](line_up.md) |
-| How much protection is enough? What does it cost then? | [the cheapest settings that survive](tunes.md) |
+| What leaks in federations as they are? | [practice](practice.md) |
+| How much protection is enough there? | [the cheapest settings that survive](tunes.md) |
 | What does a defense cost in accuracy? What does DP-SGD cost in time? | [accuracy](utility.md), [time](per_image.md) |
 | How often is a verdict wrong? | [false alarms](calibration.md), [odd defenses](odd_defenses.md), [stability](stability.md) |
 | How does it compare with another tool? | [the suite beside a peer](peer.md), [speed](speed.md) |
