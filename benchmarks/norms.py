@@ -53,9 +53,12 @@ READING = (
     "nobody. The line-up needs no search and succeeds.",
     "",
     "Published boundaries: arXiv 2508.19819 finds clients in training mode safe from such attacks unless the network is",
-    "shallow, wide and normalizes before activations. Here too nobody is identified on ResNets that normalize after convolutions.",
-    "Hatamizadeh et al. 2022 (arXiv 2202.06924) rebuild chest X-rays of 224 pixels where statistics are sent too: not reproduced",
-    "at this size. With GroupNorm and GELU descents lead to the images from as far as 20 dB; there a longer search has room.",
+    "shallow, wide and normalizes before activations. Here too nobody is identified on plain ResNets.",
+    "Hatamizadeh et al. 2022 (arXiv 2202.06924) rebuild chest X-rays of 224 pixels where statistics are sent too; not so",
+    "at this size here.",
+    "",
+    "With GroupNorm and GELU descents lead to the images from as far as 20 dB, so a longer search has room. Of one batch of three",
+    "the answers fit the update almost exactly (distance below .005) and show nobody: there it hardly fixes the images.",
 )
 STARTS = (60.0, 50.0, 40.0, 30.0, 20.0)  # PSNR of a start
 
