@@ -57,7 +57,7 @@ READING = (
     "Hatamizadeh et al. 2022 (arXiv 2202.06924) rebuild chest X-rays of 224 pixels where statistics are sent too; not so",
     "at this size here.",
     "",
-    "With GroupNorm and GELU descents lead to the images from as far as 20 dB, so a longer search has room. Of one batch of three",
+    "With GroupNorm and GELU descents lead to the images from as far as 20 dB: a longer search has room. Of one batch of three",
     "the answers fit the update almost exactly (distance below .005) and show nobody: there it hardly fixes the images.",
 )
 STARTS = (60.0, 50.0, 40.0, 30.0, 20.0)  # PSNR of a start
