@@ -68,6 +68,8 @@ def page(parts: dict[str, dict[str, Any]]) -> Iterable[str]:
     yield "audited within so many minutes, with what fits; what was left out stands below its table. A defense is attacked only"
     yield "until it leaks, so all attacks together may get more of it. Identified: images that are picked out of all others of"
     yield "their class by what was rebuilt. Who has an image asks for the line-up."
+    missing = [f"`{name}`" for name in PRESETS if name not in {part["preset"] for part in parts.values()}]
+    yield from ("", f"Not audited yet: {', '.join(missing)}.") if missing else ()
     for part in parts.values():
         yield from ("", f"## {part['preset']}", "", f"{PRESETS[part['preset']].description}.", "", part["overall"])
         yield from table(("defense", "verdict", "identified", "PSNR", "line-up"), (row(r, part) for r in part["defenses"]))
